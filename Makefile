@@ -1,0 +1,57 @@
+# The fork's entry points. `make help` lists them; docs/patches.md explains the patch verbs.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+
+VENV := .venv
+PY := $(VENV)/bin/python
+# Tests and examples import Megatron from here; name another patched checkout to use that instead.
+MEGATRON_TREE ?= $(CURDIR)/build/tree
+TESTS ?= tests
+ARGS ?=
+
+export NO_VCS_VERSION := 1
+export MEGATRON_TREE
+export PYTHONPATH := $(CURDIR):$(MEGATRON_TREE)
+# Bytecode may be cached: importing Megatron without it takes several times as long.
+unexport PYTHONDONTWRITEBYTECODE
+
+RUN_FORK = env -u PYTHONPATH $(PY) tools/fork.py
+# A foreign MEGATRON_TREE is used as it is; only our own tree is built.
+SYNC_TREE = $(if $(filter $(CURDIR)/build/tree,$(MEGATRON_TREE)),$(RUN_FORK) tree,true)
+
+.PHONY: help setup demo test test-dist tree patches check rebase bench
+
+help:  ## list these targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+setup:  ## make .venv and install requirements.txt into it (done once, by every other target)
+	@env -u PYTHONPATH bash tools/setup_env.sh $(VENV) requirements.txt
+	@$(RUN_FORK) doctor
+
+demo: setup  ## train MTP heads during RL on the CPU and prove the policy untouched (ARGS=...)
+	@$(SYNC_TREE)
+	$(PY) -m examples.online_rl $(ARGS)
+
+test: setup  ## run all tests on the CPU (TESTS=path, ARGS=..., MEGATRON_TREE=checkout)
+	@$(SYNC_TREE)
+	$(PY) -m pytest $(TESTS) $(ARGS)
+
+test-dist: setup  ## run the torchrun suites only
+	@$(SYNC_TREE)
+	$(PY) -m pytest tests/functional_tests $(ARGS)
+
+tree: setup  ## build or refresh build/tree: the pinned release with the series applied
+	@$(RUN_FORK) tree $(ARGS)
+
+patches: setup  ## rewrite patches/ from megatron/, tests/ and the commits of build/tree
+	@$(RUN_FORK) patches $(ARGS)
+
+check: setup  ## fail on any drift between fork.toml, patches/, the added files and upstream
+	@$(RUN_FORK) check $(ARGS)
+
+rebase: setup  ## try the series on another release: make rebase BASE=x.y.z
+	@test -n "$(BASE)" || { echo "error: which release? make rebase BASE=x.y.z" >&2; exit 2; }
+	@$(RUN_FORK) rebase $(BASE) $(ARGS)
+
+bench:  ## measure the cost of the MTP objective (not written yet)
+	@echo "error: there are no benchmarks yet; they come with a later change" >&2; exit 2

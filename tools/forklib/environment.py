@@ -1,0 +1,51 @@
+"""What the interpreter must offer. Written so that an old Python 3 can still read it and say so."""
+
+import importlib.metadata
+import importlib.util
+import os
+
+MINIMUM = (3, 12)
+
+
+def python_problem(version, executable="this interpreter"):
+    """Returns why a Python of this version cannot be used, or None.
+
+    Args:
+        version: tuple that starts with (major, minor), such as `sys.version_info`.
+        executable: what to call the interpreter in the message.
+    """
+    if tuple(version[:2]) >= MINIMUM:
+        return None
+    return (
+        "Megatron-Core needs Python >= 3.12, but {} is Python {}.{}. Run `make`, which looks for a"
+        " newer one, or name it: make PYTHON=/path/to/python3.12 ...".format(
+            executable, version[0], version[1]
+        )
+    )
+
+
+def apex_problem(find_spec=importlib.util.find_spec, find_version=importlib.metadata.version):
+    """Returns why the installed `apex` breaks Megatron, or None.
+
+    NVIDIA's apex has the package `apex.normalization`; the distribution of that name on the package
+    index is an unrelated web toolkit, which Megatron takes for NVIDIA's and then fails to import.
+
+    Args:
+        find_spec: how a module is looked up, as in importlib.util.
+        find_version: how a distribution's version is looked up, as in importlib.metadata.
+    """
+    spec = find_spec("apex")
+    if spec is None:
+        return None
+    for folder in spec.submodule_search_locations or []:
+        if os.path.isdir(os.path.join(folder, "normalization")):
+            return None
+    try:
+        what = "apex " + find_version("apex")
+    except importlib.metadata.PackageNotFoundError:
+        what = "a module called apex ({})".format(spec.origin)
+    return (
+        "expected NVIDIA's apex or none, but {} is installed: it has no apex.normalization, so it is"
+        " the unrelated web toolkit of that name, and Megatron fails when it imports it. Remove it:"
+        " python -m pip uninstall apex".format(what)
+    )
