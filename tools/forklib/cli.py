@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from forklib import environment, project, tree
+from forklib import check, environment, export, project, tree
 from forklib.errors import ForkError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +22,19 @@ def _tree(args: argparse.Namespace) -> int:
     return 0
 
 
+def _patches(args: argparse.Namespace) -> int:
+    export.write(project.load(args.root), args.into)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    report = check.run(project.load(args.root), run_tests=args.tests)
+    if report.failures:
+        raise ForkError(f"{len(report.failures)} problems; see above.")
+    print("the series, its pin and its copies agree")
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser with every verb."""
     top = argparse.ArgumentParser(prog="fork.py", description=__doc__)
@@ -35,6 +48,15 @@ def parser() -> argparse.ArgumentParser:
 
     verb("doctor", _doctor, "check that this Python can run Megatron")
     verb("tree", _tree, "build or refresh build/tree: the pinned release with the series applied")
+    one = verb("patches", _patches, "rewrite patches/ from the added files and build/tree's commits")
+    one.add_argument("--into", metavar="SLUG", help="fold build/tree's uncommitted edits into a patch")
+    one = verb("check", _check, "fail on any drift between pin, patches, added files and upstream")
+    one.add_argument(
+        "--no-tests",
+        dest="tests",
+        action="store_false",
+        help="do not import every prefix of the series and run its tests",
+    )
     return top
 
 

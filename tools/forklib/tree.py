@@ -8,7 +8,7 @@ from pathlib import Path
 
 from forklib import native, sdist, series
 from forklib.errors import ForkError
-from forklib.git import Repo, blob_id
+from forklib.git import IDENTITY, Repo, blob_id
 from forklib.project import Project
 
 
@@ -140,6 +140,10 @@ def _build(project: Project) -> None:
     repo = Repo(fresh)
     head = series.apply(repo, base, project.patch_files())
     repo("reset", "--quiet", "--hard", head)
+    if not Repo(fresh, isolated=False).run("config", "user.email").stdout.strip():
+        # Without this nobody who has not set up git could commit a hook here.
+        repo("config", "user.name", IDENTITY["GIT_AUTHOR_NAME"])
+        repo("config", "user.email", IDENTITY["GIT_AUTHOR_EMAIL"])
     State(project.base.sha256, head, digest(project)).write(fresh)
     fresh.rename(project.tree)
     print(f"applied {len(project.patch_files())} patches on megatron-core {project.base.version}")
