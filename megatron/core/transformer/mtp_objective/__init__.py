@@ -1,0 +1,28 @@
+"""The Multi-Token Prediction (MTP) objective: targets, isolation, normalisation.
+
+What a trainer needs is exported here; the modules say how each part works.
+"""
+
+from megatron.core.transformer.mtp_objective.layout import SequenceLayout
+from megatron.core.transformer.mtp_objective.shift import shift_fields
+from megatron.core.transformer.mtp_objective.targets import (
+    IGNORED_LABEL,
+    DepthTargets,
+    depth_targets,
+)
+from megatron.core.transformer.mtp_objective.trajectories import (
+    PackedTrajectories,
+    pack_trajectories,
+    prediction_aligned_targets,
+)
+
+__all__ = [
+    "DepthTargets",
+    "IGNORED_LABEL",
+    "PackedTrajectories",
+    "SequenceLayout",
+    "depth_targets",
+    "pack_trajectories",
+    "prediction_aligned_targets",
+    "shift_fields",
+]

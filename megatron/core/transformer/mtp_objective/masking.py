@@ -1,0 +1,39 @@
+"""Keep rows that are no target out of the head, forward and backward."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+
+def drop_unsupervised_rows(
+    hidden_SBH: Tensor, mask_BS: Tensor, tp_group: Optional[torch.distributed.ProcessGroup] = None
+) -> Tensor:
+    """Zero the hidden rows whose prediction does not count.
+
+    Such a row has weight 0 in the objective, but 0 times a non-finite cross-entropy is NaN in the
+    backward pass; a row of zeros has a finite one. All other rows pass unchanged, to the bit.
+
+    Args:
+        hidden_SBH: [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism.
+        mask_BS: [b, s], zero where the prediction does not count.
+        tp_group: tensor-parallel group that shares the rows, for sequence parallelism.
+
+    Returns:
+        A tensor like ``hidden_SBH``.
+
+    Raises:
+        ValueError: the rows of the two do not correspond.
+    """
+    keep_SB1 = (mask_BS != 0).transpose(0, 1).unsqueeze(-1)
+    rows = hidden_SBH.size(0)
+    if rows != keep_SB1.size(0):
+        shards = 1 if tp_group is None else tp_group.size()
+        if rows * shards != keep_SB1.size(0):
+            raise ValueError(
+                f"Hidden states hold {rows} rows on each of {shards} tensor-parallel ranks, "
+                f"the loss mask {keep_SB1.size(0)}: pass labels and loss_mask of the whole "
+                f"(context-parallel) part of the sequence this rank works on."
+            )
+        keep_SB1 = keep_SB1[tp_group.rank() * rows : (tp_group.rank() + 1) * rows]
+    return torch.where(keep_SB1, hidden_SBH, 0)

@@ -1,0 +1,116 @@
+"""What each MTP depth is scored against, and how many targets there are.
+
+Shape suffixes: B batch rows, S local positions (all of them at CP=1), D depths.
+
+Labels and masks are prediction-aligned: ``loss_mask[b, t]`` says whether predicting ``labels[b, t]``
+at position t counts. Depth k at position t is scored against ``labels[t + k]`` with
+``loss_mask[t + k]``, inside the same sequence.
+"""
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.mtp_objective.checks import (
+    require_mask_like,
+    require_same_shape,
+    require_token_ids,
+)
+from megatron.core.transformer.mtp_objective.layout import SequenceLayout
+from megatron.core.transformer.mtp_objective.shift import shift_fields
+
+IGNORED_LABEL = -100
+"""A label that is never a target, as in ``torch.nn.functional.cross_entropy``."""
+
+
+@dataclass(frozen=True)
+class DepthTargets:
+    """Labels and masks of every depth with the counts that weigh them.
+
+    Attributes:
+        labels_DBS: per depth, int64 [b, s]; 0 wherever nothing is supervised.
+        masks_DBS: per depth, [b, s] in the caller's dtype.
+        num_tokens: sum of the unshifted mask over the microbatch and the CP group (N_0).
+        num_targets_D: per depth, the sum of its mask over the same (N_k).
+        cp_size: ranks that share each sequence.
+    """
+
+    labels_DBS: list[Tensor]
+    masks_DBS: list[Tensor]
+    num_tokens: Tensor
+    num_targets_D: list[Tensor]
+    cp_size: int
+
+
+def depth_targets(
+    labels: Optional[Tensor],
+    loss_mask: Optional[Tensor],
+    input_ids: Optional[Tensor],
+    num_depths: int,
+    mask_mode: str = "target",
+    packed_seq_params: Optional[PackedSeqParams] = None,
+    cp_group: Optional[torch.distributed.ProcessGroup] = None,
+) -> Optional[DepthTargets]:
+    """Shift labels and mask to every depth in one exchange and count them over the CP group.
+
+    Args:
+        labels: int [b, s], prediction-aligned; -100 is never a target. None: the next token of
+            ``input_ids``, with ``loss_mask`` moved along (upstream's rule without labels).
+        loss_mask: [b, s], bool or number, weight of each target. None: every label that is not
+            -100.
+        input_ids: int [b, s]; None is allowed when labels are given.
+        num_depths: D ≥ 1.
+        mask_mode: "target": depth k at t counts if target t + k does; "path": only if all of
+            t … t + k do.
+        packed_seq_params: boundaries of packed sequences.
+        cp_group: context-parallel group that shares the sequences.
+
+    Returns:
+        The targets, or None when there are neither labels nor input_ids.
+
+    Raises:
+        TypeError: labels that are not integers, a mask that is not real-valued.
+        ValueError: shapes that differ.
+    """
+    derived = labels is None
+    if derived:
+        if input_ids is None:
+            return None
+        labels = input_ids
+    else:
+        require_token_ids("labels", labels)
+        if input_ids is not None:
+            require_same_shape("labels", labels, "input_ids", input_ids)
+    if loss_mask is None:
+        loss_mask = torch.ones_like(labels)
+    else:
+        require_mask_like("loss_mask", loss_mask, "input_ids" if derived else "labels", labels)
+    if not derived:
+        loss_mask = loss_mask.masked_fill(labels == IGNORED_LABEL, 0)
+
+    layout = SequenceLayout.of(labels, packed_seq_params, cp_group)
+    first = 1 if derived else 0
+    shifted = shift_fields([labels, loss_mask], range(first, first + num_depths + 1), layout)
+    masks = [mask for _, mask in shifted]
+    if mask_mode == "path":
+        masks = _whole_path(masks)
+    labels_D = [
+        label.masked_fill(mask == 0, 0) for (label, _), mask in zip(shifted[1:], masks[1:])
+    ]
+    counts = torch.stack([mask.sum() for mask in masks])
+    if layout.cp_group is not None:
+        torch.distributed.all_reduce(counts, group=layout.cp_group)
+    return DepthTargets(labels_D, masks[1:], counts[0], list(counts[1:]), layout.cp_size)
+
+
+def _whole_path(masks: list[Tensor]) -> list[Tensor]:
+    """Drop a target unless every nearer one of the same position counts too."""
+    kept = [masks[0]]
+    supervised = masks[0] != 0
+    for mask in masks[1:]:
+        supervised = supervised & (mask != 0)
+        kept.append(mask.masked_fill(~supervised, 0))
+    return kept
