@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib.util
 import io
 import multiprocessing
@@ -185,6 +186,7 @@ def _skip_if_asked(outcomes: list[dict | None]) -> None:
 def _rank_main(name: str, rank: int, environment: dict, fn: Callable, payload: bytes) -> None:
     """The life of one rank: run, leave an outcome file, exit without any cleanup of the parent."""
     directory = Path(name)
+    gc.freeze()  # never finalise what was forked from the parent: its threads are not here
     stacks = open(directory / f"stacks.{rank}", "w")
     faulthandler.cancel_dump_traceback_later()  # of the test runner
     faulthandler.enable(stacks, all_threads=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 
 import torch
@@ -25,6 +26,10 @@ def _install_random_state() -> None:
         random,
         "_set_cuda_rng_state",
         lambda _original, new_state, *_args, **_kwargs: torch.set_rng_state(new_state),
+    )
+    # The tracker warns each time its block moves the CPU generator; here that is its purpose.
+    logging.getLogger(random.__name__).addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
     )
 
 
