@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from forklib import check, environment, export, project, tree
+from forklib import check, checkout, environment, export, project, rebase, tree
 from forklib.errors import ForkError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +35,23 @@ def _check(args: argparse.Namespace) -> int:
     return 0
 
 
+def _rebase(args: argparse.Namespace) -> int:
+    fork = project.load(args.root)
+    if args.action:
+        args.action(fork, args.version)
+    else:
+        rebase.start(fork, args.version, args.sdist)
+    return 0
+
+
+def _apply(args: argparse.Namespace) -> int:
+    if args.abort:
+        checkout.abort(args.folder)
+    else:
+        checkout.apply(project.load(args.root), args.folder, args.force, args.three_way)
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser with every verb."""
     top = argparse.ArgumentParser(prog="fork.py", description=__doc__)
@@ -57,6 +74,22 @@ def parser() -> argparse.ArgumentParser:
         action="store_false",
         help="do not import every prefix of the series and run its tests",
     )
+    one = verb("rebase", _rebase, "try the series on another release, with 3-way merges")
+    one.add_argument("version", help="the release, such as 0.19.1")
+    one.add_argument("--sdist", type=Path, help="its sdist (default: from the package index)")
+    group = one.add_mutually_exclusive_group()
+    for name, function, text in (
+        ("--continue", rebase.resume, "go on after conflicts were resolved"),
+        ("--abort", rebase.abort, "delete the trial"),
+        ("--adopt", rebase.adopt, "make a finished trial the base of the fork"),
+    ):
+        group.add_argument(name, dest="action", action="store_const", const=function, help=text)
+
+    one = verb("apply", _apply, "git am the series on a Megatron-LM checkout")
+    one.add_argument("folder", type=Path, metavar="DIR", help="top folder of the checkout")
+    one.add_argument("--3way", dest="three_way", action="store_true", help="as git am --3way")
+    one.add_argument("--force", action="store_true", help="try another minor release too")
+    one.add_argument("--abort", action="store_true", help="undo a series that stopped half-way")
     return top
 
 

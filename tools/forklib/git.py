@@ -28,15 +28,17 @@ _SETTINGS = {
     "init.defaultBranch": "series",
     "advice.detachedHead": "false",
 }
+_LOCATIONS = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_COMMON_DIR", "GIT_PREFIX")
 
 
 def clean_environment(isolated: bool = True) -> dict[str, str]:
-    """The environment without an outer repository's GIT_* variables.
+    """The environment without the variables that point at an outer repository.
 
     Args:
-        isolated: also hide the user's and the machine's git configuration.
+        isolated: also without every other GIT_* variable and the user's and machine's configuration.
     """
-    env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    hidden = tuple(key for key in os.environ if key.startswith("GIT_")) if isolated else _LOCATIONS
+    env = {key: value for key, value in os.environ.items() if key not in hidden}
     env["LC_ALL"] = "C"
     if isolated:
         env["GIT_CONFIG_NOSYSTEM"] = "1"
