@@ -17,22 +17,24 @@ def drop_unsupervised_rows(
     Args:
         hidden_SBH: [s, b, h], or this rank's [s / tp, b, h] under sequence parallelism.
         mask_BS: [b, s], zero where the prediction does not count.
-        tp_group: tensor-parallel group that shares the rows, for sequence parallelism.
+        tp_group: tensor-parallel group that shares the rows, for sequence parallelism. None: rows
+            that do not correspond to the mask are left alone.
 
     Returns:
         A tensor like ``hidden_SBH``.
 
     Raises:
-        ValueError: the rows of the two do not correspond.
+        ValueError: the rows of a tensor-parallel group do not add up to the mask's.
     """
     keep_SB1 = (mask_BS != 0).transpose(0, 1).unsqueeze(-1)
     rows = hidden_SBH.size(0)
     if rows != keep_SB1.size(0):
-        shards = 1 if tp_group is None else tp_group.size()
-        if rows * shards != keep_SB1.size(0):
+        if tp_group is None:
+            return hidden_SBH
+        if rows * tp_group.size() != keep_SB1.size(0):
             raise ValueError(
-                f"Hidden states hold {rows} rows on each of {shards} tensor-parallel ranks, "
-                f"the loss mask {keep_SB1.size(0)}: pass labels and loss_mask of the whole "
+                f"Hidden states hold {rows} rows on each of {tp_group.size()} tensor-parallel "
+                f"ranks, the loss mask {keep_SB1.size(0)}: pass labels and loss_mask of the whole "
                 f"(context-parallel) part of the sequence this rank works on."
             )
         keep_SB1 = keep_SB1[tp_group.rank() * rows : (tp_group.rank() + 1) * rows]
