@@ -209,3 +209,23 @@ def test_a_damaged_release_is_refused_with_both_hashes(sandbox):
     said = sandbox.fails("tree")
     assert "sdist hash differs: fork.toml pins" in said and "delete it and run again" in said
     assert not sandbox.tree.exists()
+
+
+def test_an_empty_commit_at_the_end_waits_for_its_files(sandbox):
+    sandbox.git("commit", "--quiet", "--allow-empty", "-m", MESSAGE.format(what="x"), env=IDENTITY)
+    with sandbox.path("fork.toml").open("a") as file:
+        file.write('\n[[patch]]\nslug = "third"\nadds = ["megatron/core/third.py"]\n')
+    assert "(empty yet: not written)" in sandbox.ok("patches")
+    assert len(sandbox.series()) == 2
+    sandbox.write("megatron/core/third.py", "THIRD = 3\n")
+    sandbox.ok("patches")
+    assert b"+THIRD = 3" in sandbox.series()["0003-third.patch"]
+
+
+def test_an_empty_patch_amid_the_series_is_refused(sandbox):
+    sandbox.git("reset", "--quiet", "--hard", "HEAD~1")
+    sandbox.git("commit", "--quiet", "--allow-empty", "-m", MESSAGE.format(what="x"), env=IDENTITY)
+    sandbox.hook("LINE_30 = 30\n", "LINE_30 = 31\n", MESSAGE.format(what="third"))
+    with sandbox.path("fork.toml").open("a") as file:
+        file.write('\n[[patch]]\nslug = "third"\nadds = []\n')
+    assert "0002-second.patch would be empty" in sandbox.fails("patches")

@@ -19,12 +19,12 @@ class Exported:
 
     Args:
         head: its last commit.
-        commits: one per patch, oldest first.
+        commits: by file name in patches/, oldest first; empty ones at the end have no file yet.
         patches: file name in patches/ to content.
     """
 
     head: str
-    commits: list[str]
+    commits: dict[str, str]
     patches: dict[str, str]
 
 
@@ -55,11 +55,13 @@ def write(project: Project, into: str | None = None) -> None:
     state.exported_head, state.patches_digest = exported.head, tree.digest(project)
     state.write(project.tree)
     tree.sync(project)
-    for name, commit in zip(exported.patches, exported.commits, strict=True):
-        mark = "*" if name in changed else " "
-        print(f" {mark} {name:<40} {series.describe(repo, commit).subject}")
-    for patch in project.patches[len(exported.commits) :]:
-        print(f"   {patch.filename:<40} no commit in build/tree yet")
+    for patch in project.patches:
+        name = patch.filename
+        mark = "*" if name in changed else " " if name in exported.patches else "-"
+        commit = exported.commits.get(name)
+        subject = series.describe(repo, commit).subject if commit else "no commit in build/tree yet"
+        note = " (empty yet: not written)" if commit and mark == "-" else ""
+        print(f" {mark} {name:<36} {subject}{note}")
     print(f"{len(changed)} of {len(exported.patches)} patches changed")
 
 
@@ -90,14 +92,22 @@ def rebuild(project: Project, repo: Repo, head: str) -> Exported:
             f"{clash[0]} is upstream's own file: hook it in build/tree and delete the copy here."
         )
     parent = repo.line("rev-parse", series.BASE_REF)
-    rebuilt, patches = [], {}
+    rebuilt: dict[str, str] = {}
+    patches: dict[str, str] = {}
     for spec, commit in zip(project.patches, commits, strict=False):
         owned = {path for path in blobs if project.owners(path)[0].number <= spec.number}
         files = {p: entry for p, entry in repo.files_of(commit).items() if p in base}
         files |= {path: blobs[path] for path in owned}
-        parent = _recommit(repo, commit, parent, files)
-        rebuilt.append(parent)
-        patches[spec.filename] = series.export(repo, parent)
+        before, parent = parent, _recommit(repo, commit, parent, files)
+        rebuilt[spec.filename] = parent
+        if repo.tree_of(parent) != repo.tree_of(before):
+            patches[spec.filename] = series.export(repo, parent)
+    for name in rebuilt:
+        if name not in patches and name < max(patches, default=""):
+            raise ForkError(
+                f"{name} would be empty: its commit hooks nothing and its globs in fork.toml match no"
+                " file. git am stops at an empty patch; drop the commit and the table."
+            )
     return Exported(parent, rebuilt, patches)
 
 
