@@ -1,0 +1,70 @@
+"""What a run does: one frozen object, two presets, and the refusal of what cannot work."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All numbers of a run.
+
+    Attributes:
+        steps: GRPO steps.
+        warm_steps: supervised steps before them.
+        check_steps: GRPO steps that are repeated without MTP and compared; 0 for no check.
+        isolated: whether the MTP objective is kept away from the policy.
+        context_parallel_size: ranks that share each sequence.
+        seed: of the weights, the problems and the sampling.
+        terms: numbers in a sum.
+        working_share: share of the demonstrations that show running totals.
+        hidden, layers, attention_heads, mtp_depths: the policy's dimensions.
+        warm_batch, warm_lr: demonstrations per supervised step, peak learning rate.
+        prompts, samples: problems per GRPO step, samples of each.
+        policy_lr, heads_lr: learning rates in GRPO.
+        clip: half-width of the trusted range of the probability ratio.
+        max_grad_norm: of the policy and of the heads, each on its own.
+        ramp_steps: steps over which a learning rate rises.
+    """
+
+    steps: int
+    warm_steps: int
+    check_steps: int
+    isolated: bool = True
+    context_parallel_size: int = 1
+    seed: int = 1
+    terms: int = 3
+    working_share: float = 0.4
+    hidden: int = 64
+    layers: int = 2
+    attention_heads: int = 4
+    mtp_depths: int = 2
+    warm_batch: int = 96
+    warm_lr: float = 4e-3
+    prompts: int = 32
+    samples: int = 8
+    policy_lr: float = 2.5e-4
+    heads_lr: float = 2e-3
+    clip: float = 0.2
+    max_grad_norm: float = 1.0
+    ramp_steps: int = 20
+
+    def __post_init__(self) -> None:
+        """Refuse numbers that no run can use; raises ValueError."""
+        for name in ("steps", "warm_steps", "warm_batch", "prompts", "context_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.samples < 2:
+            raise ValueError(f"samples must be at least 2 to form a group, got {self.samples}")
+        if not 0 <= self.check_steps <= self.steps:
+            raise ValueError(
+                f"check_steps must lie between 0 and steps ({self.steps}), got {self.check_steps}"
+            )
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+
+
+PRESETS: dict[str, Settings] = {
+    "demo": Settings(steps=150, warm_steps=500, check_steps=150),
+    "tiny": Settings(
+        steps=4, warm_steps=6, check_steps=4, hidden=32, warm_batch=16, prompts=4, samples=4
+    ),
+}
