@@ -32,9 +32,7 @@ else
     done
 fi
 
-cat >&2 <<END
-error: Megatron-Core needs Python >= 3.12 with the venv module, and none was found. Tried:${tried:-
+echo "error: Megatron-Core needs Python >= 3.12 with the venv module, and none was found. Tried:${tried:-
   nothing: no python on PATH}
-Install Python 3.12, or name one: make PYTHON=/path/to/python3.12 ...
-END
+Install Python 3.12, or name one: make PYTHON=/path/to/python3.12 ..." >&2
 exit 1

@@ -83,6 +83,8 @@ def _folder_problems(project: Project) -> list[str]:
     for name in names:
         if not name.endswith(".patch"):
             problems.append(f"patches/{name} is not a *.patch file; git am would stop at it. Move it.")
+        elif not (project.patches_dir / name).stat().st_size:
+            problems.append(f"patches/{name} is empty; git am would stop at it. Run: make patches")
     patches = [name for name in names if name.endswith(".patch")]
     for number, name in enumerate(patches, start=1):
         if not name.startswith(f"{number:04d}-"):

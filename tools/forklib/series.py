@@ -105,7 +105,9 @@ def describe_am_failure(work: Repo, said: str, patches: list[Path]) -> str:
     """Says which patch a stopped git am could not apply, and where."""
     counter = work.git_path("rebase-apply/next")
     number = int(counter.read_text()) if counter.is_file() else 0
-    name = patches[number - 1].name if 0 < number <= len(patches) else "the first patch"
+    if not 0 < number <= len(patches):
+        return f"git am cannot read the series:\n{said.strip()}"
+    name = patches[number - 1].name
     failed = re.findall(r"^error: patch failed: (.+):(\d+)$", said, re.MULTILINE)
     lines = [f"{name} does not apply."]
     lines += [f"  {path}: the hunk at line {line} does not match" for path, line in failed]
