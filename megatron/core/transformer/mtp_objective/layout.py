@@ -110,6 +110,7 @@ class SequenceLayout:
             second_T = offset_T >= chunk_T
             first_chunk = torch.where(second_T, 2 * cp_size - 1 - rank, rank)
             position_T = first_chunk * chunk_T + offset_T - second_T * chunk_T
+            position_T = torch.where(index_T < cu_local[-1], position_T, 2 * cp_size * chunk_T)
         return cls(cp_group, sequence_T, position_T, lengths_N, chunk_N, start_N)
 
 
