@@ -48,6 +48,7 @@ def run(repo: Repo, commits: list[str], names: list[str], report: Report) -> Non
         with tempfile.TemporaryDirectory(prefix="fork-prefix-") as scratch:
             work = Path(scratch) / "tree"
             repo("worktree", "add", "--quiet", "--detach", str(work), commit)
+            print(f"  …  {name}: importing and testing this prefix", flush=True)
             try:
                 native.compile_helpers(work)
                 start = time.monotonic()
