@@ -26,16 +26,17 @@ def drop_unsupervised_rows(
     Raises:
         ValueError: the rows of a tensor-parallel group do not add up to the mask's.
     """
-    keep_SB1 = (mask_BS != 0).transpose(0, 1).unsqueeze(-1)
+    drop_SB1 = (mask_BS == 0).transpose(0, 1).unsqueeze(-1)
     rows = hidden_SBH.size(0)
-    if rows != keep_SB1.size(0):
+    if rows != drop_SB1.size(0):
         if tp_group is None:
             return hidden_SBH
-        if rows * tp_group.size() != keep_SB1.size(0):
+        if rows * tp_group.size() != drop_SB1.size(0):
             raise ValueError(
                 f"Hidden states hold {rows} rows on each of {tp_group.size()} tensor-parallel "
-                f"ranks, the loss mask {keep_SB1.size(0)}: pass labels and loss_mask of the whole "
+                f"ranks, the loss mask {drop_SB1.size(0)}: pass labels and loss_mask of the whole "
                 f"(context-parallel) part of the sequence this rank works on."
             )
-        keep_SB1 = keep_SB1[tp_group.rank() * rows : (tp_group.rank() + 1) * rows]
-    return torch.where(keep_SB1, hidden_SBH, 0)
+        drop_SB1 = drop_SB1[tp_group.rank() * rows : (tp_group.rank() + 1) * rows]
+    # Keeps the strides of hidden_SBH, unlike torch.where: a matmul's rounding depends on them.
+    return hidden_SBH.masked_fill(drop_SB1, 0)
