@@ -102,6 +102,10 @@ def _end_world() -> None:
     if dist.get_world_size() > 1:
         dist.barrier()  # nobody closes connections that another rank still reads from
     parallel_state.destroy_model_parallel()
+    # Upstream forgets some groups there. Their threads would live on, and break later forks.
+    for name, value in vars(parallel_state).items():
+        if isinstance(value, dist.ProcessGroup):
+            setattr(parallel_state, name, None)
     dist.destroy_process_group()
     MTPLossLoggingHelper.tracker.clear()
     MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)

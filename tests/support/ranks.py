@@ -3,8 +3,10 @@
 `run_ranks` forks the test process, which has already imported Megatron: a case of 2 to 4 ranks
 takes about a second, where a torchrun launch takes more than ten. Rules that keep this safe:
 
-* The test process must hold no process group when it forks. `run_ranks` raises if it does. A
+* The test process must hold no process group when it forks; `run_ranks` raises if it does. A
   single-rank `parallel_world` inside the test process is fine: it ends with its ``with`` block.
+  Groups that outlive theirs somewhere are kept alive in the ranks, where ending them would wait
+  for threads that were not forked.
 * A GPU that the process has used cannot be used in a fork, so with a GPU the ranks come from a
   clean server process. They import the rank function by name, so it must be a module-level
   function, and its arguments must be picklable. Both are checked on the CPU too.
@@ -40,6 +42,7 @@ from tests.support.device import environment_for, has_gpu, prepare
 from tests.support.failures import RankFailure, failure_report, wait_for_stacks
 
 STORE_VARIABLE = "MTP_TEST_STORE"  # where the ranks of a case keep their rendezvous files
+_inherited: dict[str, Any] = {}
 _SERVER_START_S = 120.0  # importing torch and Megatron in every rank, on a busy machine
 
 
@@ -95,7 +98,7 @@ def _check_call(fn: Callable[..., Any], world_size: int) -> None:
             "import it by name, so lambdas and functions defined inside a test do not work; "
             "pass what it needs as arguments."
         )
-    if dist.is_available() and dist.is_initialized():
+    if not has_gpu() and dist.is_initialized():
         raise RuntimeError(
             "run_ranks: this process holds a process group, and its threads do not survive a "
             "fork. Leave the `with parallel_world()` block (or destroy the group) first."
@@ -186,7 +189,10 @@ def _skip_if_asked(outcomes: list[dict | None]) -> None:
 def _rank_main(name: str, rank: int, environment: dict, fn: Callable, payload: bytes) -> None:
     """The life of one rank: run, leave an outcome file, exit without any cleanup of the parent."""
     directory = Path(name)
-    gc.freeze()  # never finalise what was forked from the parent: its threads are not here
+    # Never finalise what was forked from the parent: its threads are not here.
+    gc.freeze()
+    if (parallel_state := sys.modules.get("megatron.core.parallel_state")) is not None:
+        _inherited.update(vars(parallel_state))
     stacks = open(directory / f"stacks.{rank}", "w")
     faulthandler.cancel_dump_traceback_later()  # of the test runner
     faulthandler.enable(stacks, all_threads=True)
