@@ -25,6 +25,7 @@ _SETTINGS = {
     "core.hooksPath": os.devnull,
     "commit.gpgSign": "false",
     "gc.auto": "0",
+    "core.fsync": "none",  # what is made here can be made again
     "init.defaultBranch": "series",
     "advice.detachedHead": "false",
 }
