@@ -1,8 +1,9 @@
-"""Builds the patched distribution: megatron-core with the series applied, at version <base>+mtp.<n>.
+"""Builds the patched distribution, megatron-core at version <base>+mtp.<n>.
 
-`pip install .` unpacks the pinned sdist (from MEGATRON_CORE_SDIST, build/sdist or the package index), applies
-patches/ to it and packages the result as upstream's own setup would, helpers_cpp included. Name,
-dependencies and extras are those of upstream's pyproject.toml. build/tree is neither needed nor touched.
+`pip install .` unpacks the pinned sdist (from MEGATRON_CORE_SDIST, build/sdist or the package
+index), applies patches/ to it and packages the result as upstream's own setup would, helpers_cpp
+included. Name, dependencies and extras are those of upstream's pyproject.toml. build/tree is
+neither needed nor touched.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""A fork in miniature: a made-up release of a few files, two patches, everything in a temporary folder.
+"""A fork in miniature: a made-up release of a few files, two patches, all in a temporary folder.
 
 Nothing here imports torch or megatron.
 """
@@ -146,7 +146,9 @@ def build_sandbox(root: Path) -> Sandbox:
     digest = make_sdist(sdist, "0.19.2", RELEASE_FILES)
     sandbox.write("fork.toml", FORK_TOML.format(sha256=digest))
     sandbox.write(EXTRA, "EXTRA = 1\n")
-    sandbox.write(TEST, "from megatron.core.extra import EXTRA\n\n\ndef test_it():\n    assert EXTRA\n")
+    sandbox.write(
+        TEST, "from megatron.core.extra import EXTRA\n\n\ndef test_it():\n    assert EXTRA\n"
+    )
     assert sandbox.fork("tree")[0] == 0
     sandbox.hook("LINE_5 = 5\n", "LINE_5 = 5\nFIRST = True\n", MESSAGE.format(what="first"))
     sandbox.hook("LINE_20 = 20\n", "LINE_20 = 20\nSECOND = True\n", MESSAGE.format(what="second"))

@@ -143,7 +143,9 @@ def test_an_abort_after_a_three_way_conflict_leaves_the_checkout_as_it_was(sandb
 def test_a_resolved_series_goes_on_with_git_am_continue(sandbox, conflicting):
     sandbox.fails("apply", str(conflicting))
     text = (conflicting / MODEL).read_text()
-    (conflicting / MODEL).write_text(text.replace("LINE_20 = 'own'", "LINE_20 = 'own'\nSECOND = True"))
+    (conflicting / MODEL).write_text(
+        text.replace("LINE_20 = 'own'", "LINE_20 = 'own'\nSECOND = True")
+    )
     repo = Repo(conflicting)
     repo("add", MODEL)
     env = {"GIT_COMMITTER_NAME": "user", "GIT_COMMITTER_EMAIL": "user@localhost"}

@@ -80,7 +80,9 @@ def test_uncommitted_hooks_fold_into_the_patch_that_is_named(sandbox):
     after = sandbox.series()
     assert b"+MORE = True" in after["0001-first.patch"]
     assert b"MORE" not in after["0002-second.patch"].replace(b" MORE", b"")
-    assert after["0001-first.patch"].count(b"Subject:") == before["0001-first.patch"].count(b"Subject:")
+    assert after["0001-first.patch"].count(b"Subject:") == before["0001-first.patch"].count(
+        b"Subject:"
+    )
     sandbox.ok("check", "--no-tests")
 
 

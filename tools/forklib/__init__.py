@@ -1,1 +1,1 @@
-"""What stands behind tools/fork.py: the pinned base, the patch series, and the trees made from both."""
+"""Behind tools/fork.py: the pinned base, the patch series, and the trees made from both."""

@@ -43,8 +43,8 @@ def run(project: Project, run_tests: bool = True) -> Report:
         run_tests: also import every prefix of the series and run its tests.
 
     Raises:
-        ForkError: the sdist is not the pinned one, or a patch does not apply; nothing after that can be
-            checked.
+        ForkError: the sdist is not the pinned one, or a patch does not apply; nothing after that
+            can be checked.
     """
     report = Report()
     report.step("patches/ holds the series and nothing else", _folder_problems(project))
@@ -82,13 +82,17 @@ def _folder_problems(project: Project) -> list[str]:
     names = sorted(path.name for path in project.patches_dir.iterdir())
     for name in names:
         if not name.endswith(".patch"):
-            problems.append(f"patches/{name} is not a *.patch file; git am would stop at it. Move it.")
+            problems.append(
+                f"patches/{name} is not a *.patch file; git am would stop at it. Move it."
+            )
         elif not (project.patches_dir / name).stat().st_size:
             problems.append(f"patches/{name} is empty; git am would stop at it. Run: make patches")
     patches = [name for name in names if name.endswith(".patch")]
     for number, name in enumerate(patches, start=1):
         if not name.startswith(f"{number:04d}-"):
-            problems.append(f"patches/{name} must have number {number:04d}: the numbering has a gap.")
+            problems.append(
+                f"patches/{name} must have number {number:04d}: the numbering has a gap."
+            )
             break
     expected = [spec.filename for spec in project.patches]
     for name in sorted(set(expected) - set(names)):

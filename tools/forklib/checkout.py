@@ -71,7 +71,7 @@ def abort(folder: Path) -> None:
     head = repo.line("rev-parse", "HEAD")
     if head != start["head"]:
         raise ForkError(
-            f"the am session is closed, but HEAD is {head[:12]} and was {start['head'][:12]} before:"
+            f"the am session is closed, but HEAD is {head[:12]}, not {start['head'][:12]} as before:"
             " commits were made by other means and git kept them. To drop them:"
             f" git -C {repo.path} reset --hard {start['head'][:12]}"
         )
@@ -119,7 +119,7 @@ def _a(busy: str | None) -> str:
 def _busy_message(repo: Repo) -> str:
     if repo.git_path(_RECORD).is_file():
         return (
-            f"the series is half applied in {repo.path}. Go on: resolve, git add, git am --continue."
+            f"the series is half applied in {repo.path}. Resolve, git add, git am --continue."
             f" Or put everything back: python tools/fork.py apply {repo.path} --abort"
         )
     return f"expected no git operation in progress in {repo.path}, but there is {_a(repo.busy())}."
@@ -173,7 +173,7 @@ def _already_applied(repo: Repo, files: list[Path]) -> bool:
         untracked = sorted(path for path in wanted if (repo.path / path).exists())
         if untracked:
             raise ForkError(
-                f"the series adds {untracked[0]}, but {repo.path} has an untracked file of that name."
+                f"the series adds {untracked[0]}, but {repo.path} has an untracked one."
                 " Move it away."
             )
         return False

@@ -65,8 +65,12 @@ def parser() -> argparse.ArgumentParser:
 
     verb("doctor", _doctor, "check that this Python can run Megatron")
     verb("tree", _tree, "build or refresh build/tree: the pinned release with the series applied")
-    one = verb("patches", _patches, "rewrite patches/ from the added files and build/tree's commits")
-    one.add_argument("--into", metavar="SLUG", help="fold build/tree's uncommitted edits into a patch")
+    one = verb(
+        "patches", _patches, "rewrite patches/ from the added files and build/tree's commits"
+    )
+    one.add_argument(
+        "--into", metavar="SLUG", help="fold build/tree's uncommitted edits into a patch"
+    )
     one = verb("check", _check, "fail on any drift between pin, patches, added files and upstream")
     one.add_argument(
         "--no-tests",

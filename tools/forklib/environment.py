@@ -45,7 +45,7 @@ def apex_problem(find_spec=importlib.util.find_spec, find_version=importlib.meta
     except importlib.metadata.PackageNotFoundError:
         what = "a module called apex ({})".format(spec.origin)
     return (
-        "expected NVIDIA's apex or none, but {} is installed: it has no apex.normalization, so it is"
-        " the unrelated web toolkit of that name, and Megatron fails when it imports it. Remove it:"
+        "expected NVIDIA's apex or none, but {} is installed: it has no apex.normalization, so it"
+        " is the unrelated web toolkit of that name, and Megatron fails when it imports it. Remove it:"
         " python -m pip uninstall apex".format(what)
     )

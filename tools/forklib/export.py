@@ -36,8 +36,8 @@ def write(project: Project, into: str | None = None) -> None:
         into: slug of the patch that takes the uncommitted hook edits of build/tree.
 
     Raises:
-        ForkError: build/tree holds uncommitted hook edits and `into` is not given; the commits and the
-            `[[patch]]` tables do not pair up; an added file belongs to no patch or to several.
+        ForkError: build/tree holds uncommitted hook edits and `into` is not given; the commits and
+            the `[[patch]]` tables do not pair up; an added file belongs to no patch or to several.
     """
     repo, state = tree.open_tree(project)
     problems = project.ownership_problems()
@@ -68,8 +68,8 @@ def write(project: Project, into: str | None = None) -> None:
 def rebuild(project: Project, repo: Repo, head: str) -> Exported:
     """Rebuilds each commit with its added files replaced by the copies in this repository.
 
-    Commit N keeps its message, author and dates. Its tree is upstream's files as in that commit, plus the
-    copies here of every added file that patches 1..N own. Nothing but git objects is written.
+    Commit N keeps its message, author and dates. Its tree is upstream's files as in that commit, plus
+    the copies here of every added file that patches 1..N own. Nothing but git objects is written.
 
     Args:
         project: the fork.
@@ -81,8 +81,8 @@ def rebuild(project: Project, repo: Repo, head: str) -> Exported:
         extra = series.describe(repo, commits[len(project.patches)]).subject
         raise ForkError(
             f"build/tree has {len(commits)} commits after the base, but fork.toml has"
-            f" {len(project.patches)} [[patch]] tables. Add a table for {extra!r}, or fold it into an"
-            " earlier commit."
+            f" {len(project.patches)} [[patch]] tables. Add a table for {extra!r}, or fold it into"
+            " an earlier commit."
         )
     base = repo.files_of(series.BASE_REF)
     blobs = _store_added(project, repo)
@@ -105,7 +105,7 @@ def rebuild(project: Project, repo: Repo, head: str) -> Exported:
     for name in rebuilt:
         if name not in patches and name < max(patches, default=""):
             raise ForkError(
-                f"{name} would be empty: its commit hooks nothing and its globs in fork.toml match no"
+                f"{name} would be empty: its commit hooks nothing, its globs in fork.toml match no"
                 " file. git am stops at an empty patch; drop the commit and the table."
             )
     return Exported(parent, rebuilt, patches)
@@ -153,7 +153,7 @@ def _require_clean(project: Project, repo: Repo, state: tree.State) -> None:
     if lost:
         files = "\n".join(f"  {path}" for path in lost)
         raise ForkError(
-            f"{project.tree} holds files that are neither upstream's nor added files here:\n{files}\n"
+            f"{project.tree} holds files that are neither upstream's nor ours:\n{files}\n"
             f"Move each to the same path in {project.root} (megatron/ or tests/), or delete it."
         )
 
@@ -191,7 +191,7 @@ def _autosquash(repo: Repo) -> str:
             done = work.run("rebase", "--quiet", *options, series.BASE_REF, env=env)
             if done.returncode:
                 raise ForkError(
-                    "a fixup commit does not fold into its patch without conflict. Fold it yourself:"
+                    "a fixup commit does not fold into its patch without conflict. Do it yourself:"
                     f" git -C {repo.path} rebase -i --autosquash {series.BASE_REF}\n"
                     f"{(done.stdout + done.stderr).strip()}"
                 )

@@ -36,7 +36,7 @@ def clean_environment(isolated: bool = True) -> dict[str, str]:
     """The environment without the variables that point at an outer repository.
 
     Args:
-        isolated: also without every other GIT_* variable and the user's and machine's configuration.
+        isolated: also without any other GIT_* variable and the user's and machine's settings.
     """
     hidden = tuple(key for key in os.environ if key.startswith("GIT_")) if isolated else _LOCATIONS
     env = {key: value for key, value in os.environ.items() if key not in hidden}

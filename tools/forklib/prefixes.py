@@ -80,7 +80,9 @@ def _run_prefix(tree: Path, names: list[str], tests: list[str]) -> list[str]:
     if tests:
         # The sdist's pyproject.toml would configure pytest for upstream's own suites.
         options = ("--import-mode=importlib", "-c", os.devnull, "--rootdir", str(tree))
-        done = _python(tree, env, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, *tests)
+        done = _python(
+            tree, env, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, *tests
+        )
         if done.returncode:
             problems.append(f"tests failed (pytest exit {done.returncode}):\n{_tail(done, 40)}")
     return problems

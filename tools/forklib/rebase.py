@@ -44,7 +44,7 @@ def start(project: Project, version: str, archive: Path | None = None) -> None:
         archive: its sdist; None: from build/sdist or the package index.
 
     Raises:
-        ForkError: a trial exists already, or a patch conflicts (the trial then waits to be continued).
+        ForkError: a trial exists already, or a patch conflicts (the trial then waits).
     """
     path = folder(project, version)
     if path.exists():
@@ -95,8 +95,8 @@ def adopt(project: Project, version: str) -> None:
     """Makes a finished trial the new base: fork.toml, build/tree and patches/.
 
     Raises:
-        ForkError: the trial is not finished, build/tree holds work that was not exported, or a dropped
-            patch still owns added files.
+        ForkError: the trial is not finished, build/tree holds work that was not exported, or a
+            dropped patch still owns added files.
     """
     repo, trial = _open(project, version)
     if repo.busy():
@@ -106,8 +106,8 @@ def adopt(project: Project, version: str) -> None:
         owned = [path for path in project.added_files() if spec.owns(path)]
         if owned:
             raise ForkError(
-                f"patch {spec.slug} became empty on {version}, but owns {owned[0]}. Delete that file or"
-                " give it to another patch in fork.toml, run make patches, and rebase again."
+                f"patch {spec.slug} became empty on {version}, but owns {owned[0]}. Delete that file"
+                " or give it to another patch in fork.toml, run make patches, and rebase again."
             )
     kept = project.build / f"tree-{project.base.sha256[:12]}"
     if project.tree.exists():
@@ -159,7 +159,9 @@ def _finish_or_explain(project: Project, repo: Repo, trial: Trial, done) -> None
         return
     conflicts = repo("diff", "--name-only", "--diff-filter=U").split()
     if not conflicts:
-        raise ForkError(f"the rebase stopped in {repo.path}:\n{(done.stdout + done.stderr).strip()}")
+        raise ForkError(
+            f"the rebase stopped in {repo.path}:\n{(done.stdout + done.stderr).strip()}"
+        )
     subject = repo.line("log", "-1", "--format=%s", "REBASE_HEAD")
     files = "\n".join(f"  {path}" for path in conflicts)
     raise ForkError(

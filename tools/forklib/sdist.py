@@ -24,7 +24,7 @@ def sha256(path: Path) -> str:
 def obtain(project: Project) -> Path:
     """Returns the verified sdist of the pinned release.
 
-    Taken from MEGATRON_CORE_SDIST if that is set, else from build/sdist, else from the package index.
+    Taken from MEGATRON_CORE_SDIST if set, else from build/sdist, else from the package index.
 
     Raises:
         ForkError: it cannot be had, or its hash is not the pinned one.
@@ -67,7 +67,7 @@ def verify(path: Path, project: Project) -> None:
 def download(version: str, folder: Path) -> Path:
     """Fetches a release's sdist with pip from the configured package index into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    # pip puts its own build environment on PYTHONPATH when it runs setup.py; a child must not see it.
+    # When pip runs setup.py its build environment is on PYTHONPATH; a child must not see it.
     hidden = ("PYTHONPATH", "PYTHONNOUSERSITE", "PIP_REQUIRE_VIRTUALENV")
     env = {key: value for key, value in os.environ.items() if key not in hidden}
     print(f"downloading the sdist of megatron-core {version}", flush=True)

@@ -1,4 +1,4 @@
-"""build/tree: the pinned release with the series as commits, and the added files of this repository."""
+"""build/tree: the pinned release, the series as commits, and the added files as they are here."""
 
 import hashlib
 import json
@@ -76,7 +76,7 @@ def open_tree(project: Project) -> tuple[Repo, State]:
     """Opens build/tree for work on the series.
 
     Raises:
-        ForkError: it does not exist, stands in the middle of a git operation, or is on another branch.
+        ForkError: it does not exist, is in the middle of a git operation, or on another branch.
     """
     if not project.tree.exists():
         raise ForkError(f"{project.tree} does not exist. Make it first: make tree")
