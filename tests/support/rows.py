@@ -46,14 +46,8 @@ class PackedRow:
 
     def shifted(self, k: int) -> list[int]:
         """``values`` looked ahead by k inside each sequence, 0 where it has no such token."""
-        values = self.values
-        if k == 0:
-            return values
-        row = []
-        for start, length, place in zip(self.starts, self.lengths, self.places):
-            ahead = values[start + k : start + length] if k < length else []
-            row += ahead + [0] * (place - len(ahead))
-        return row + [0] * len(self.tail)
+        bounds = list(zip(self.starts, self.lengths))
+        return look_ahead(self.values, k, bounds)
 
     def part(self, values: Sequence[int], cp: int, rank: int) -> list[int]:
         """What ``rank`` of ``cp`` holds of a row made by ``values`` or ``shifted``."""
@@ -66,6 +60,25 @@ class PackedRow:
         """Boundaries; without padded ones where nothing is padded."""
         padded = None if list(self.lengths) == list(self.places) else self.starts
         return packed_seq_params([0, *itertools.accumulate(self.lengths)], padded)
+
+
+def look_ahead(
+    values: Sequence[float], k: int, bounds: Sequence[tuple[int, int]]
+) -> list[float]:
+    """``values[t + k]`` at t inside each sequence, 0 where there is none; k = 0 changes nothing.
+
+    Args:
+        values: One row.
+        k: At least 0.
+        bounds: (start, real tokens) of each sequence.
+    """
+    if k == 0:
+        return list(values)
+    row = [0] * len(values)
+    for start, length in bounds:
+        for j in range(length - k):
+            row[start + j] = values[start + j + k]
+    return row
 
 
 def draw_row(integer: Callable[[int, int], int], multiple: int) -> PackedRow:
