@@ -3,6 +3,8 @@
 import shutil
 
 import pytest
+from forklib import series
+from forklib.git import IDENTITY
 
 from tests.tools.conftest import EXTRA, MESSAGE, MODEL, RELEASE_FILES, TEST, make_sdist
 
@@ -131,6 +133,17 @@ def test_a_hook_outside_megatron_is_caught(sandbox):
     sandbox.ok("patches", "--into", "second")
     said = sandbox.fails("check", "--no-tests")
     assert "0002-second.patch changes upstream's README.md" in said
+
+
+def test_a_file_added_outside_megatron_and_tests_is_caught(sandbox):
+    sandbox.write("build/tree/docs/guide.md", "text\n")
+    sandbox.git("add", "docs")
+    sandbox.git("commit", "--quiet", "-m", MESSAGE.format(what="third"), env=IDENTITY)
+    sandbox.write("patches/0003-third.patch", series.export(sandbox.git, "HEAD"))
+    with sandbox.path("fork.toml").open("a") as file:
+        file.write('\n[[patch]]\nslug = "third"\nadds = []\n')
+    said = sandbox.fails("check", "--no-tests")
+    assert "0003-third.patch adds docs/guide.md; only megatron/** and tests/** may be added" in said
 
 
 def test_a_large_hook_is_a_warning_only(sandbox):

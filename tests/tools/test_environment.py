@@ -54,6 +54,17 @@ def test_the_module_that_refuses_an_old_python_can_be_read_by_it():
         ast.parse((ROOT / "tools" / name).read_text(), feature_version=(3, 4))
 
 
+def test_an_old_python_stops_the_tooling_before_anything_else():
+    script = (
+        "import runpy, sys; sys.version_info = (3, 11, 7, 'final', 0); sys.argv = ['x', 'tree'];"
+        f"runpy.run_path({str(ROOT / 'tools' / 'fork.py')!r}, run_name='__main__')"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT / "tools")}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: Megatron-Core needs Python >= 3.12")
+
+
 def test_a_shim_that_fails_is_passed_over(tmp_path):
     stand_in(tmp_path, "python3.12", "echo 'python3.12: command not found' >&2; exit 127")
     stand_in(tmp_path, "python3", f'exec {sys.executable} "$@"')

@@ -71,7 +71,7 @@ def abort(folder: Path) -> None:
     head = repo.line("rev-parse", "HEAD")
     if head != start["head"]:
         raise ForkError(
-            f"the am session is closed, but HEAD is {head[:12]}, not {start['head'][:12]} as before:"
+            f"the am is over, but HEAD is {head[:12]}, not {start['head'][:12]} as before:"
             " commits were made by other means and git kept them. To drop them:"
             f" git -C {repo.path} reset --hard {start['head'][:12]}"
         )

@@ -18,12 +18,16 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _tree(args: argparse.Namespace) -> int:
-    tree.make(project.load(args.root))
+    fork = project.load(args.root)
+    with fork.locked():
+        tree.make(fork)
     return 0
 
 
 def _patches(args: argparse.Namespace) -> int:
-    export.write(project.load(args.root), args.into)
+    fork = project.load(args.root)
+    with fork.locked():
+        export.write(fork, args.into)
     return 0
 
 
@@ -37,10 +41,11 @@ def _check(args: argparse.Namespace) -> int:
 
 def _rebase(args: argparse.Namespace) -> int:
     fork = project.load(args.root)
-    if args.action:
-        args.action(fork, args.version)
-    else:
-        rebase.start(fork, args.version, args.sdist)
+    with fork.locked():
+        if args.action:
+            args.action(fork, args.version)
+        else:
+            rebase.start(fork, args.version, args.sdist)
     return 0
 
 

@@ -1,7 +1,5 @@
-"""What the interpreter must offer. Written so that an old Python 3 can still read it and say so."""
+"""What the interpreter must offer. Written so that an old Python can still read it and say so."""
 
-import importlib.metadata
-import importlib.util
 import os
 
 MINIMUM = (3, 12)
@@ -24,16 +22,21 @@ def python_problem(version, executable="this interpreter"):
     )
 
 
-def apex_problem(find_spec=importlib.util.find_spec, find_version=importlib.metadata.version):
+def apex_problem(find_spec=None, find_version=None):
     """Returns why the installed `apex` breaks Megatron, or None.
 
     NVIDIA's apex has the package `apex.normalization`; the distribution of that name on the package
     index is an unrelated web toolkit, which Megatron takes for NVIDIA's and then fails to import.
 
     Args:
-        find_spec: how a module is looked up, as in importlib.util.
-        find_version: how a distribution's version is looked up, as in importlib.metadata.
+        find_spec: how a module is looked up; None: importlib.util.find_spec.
+        find_version: how a distribution's version is; None: importlib.metadata.version.
     """
+    import importlib.metadata
+    import importlib.util
+
+    find_spec = find_spec or importlib.util.find_spec
+    find_version = find_version or importlib.metadata.version
     spec = find_spec("apex")
     if spec is None:
         return None
@@ -45,7 +48,7 @@ def apex_problem(find_spec=importlib.util.find_spec, find_version=importlib.meta
     except importlib.metadata.PackageNotFoundError:
         what = "a module called apex ({})".format(spec.origin)
     return (
-        "expected NVIDIA's apex or none, but {} is installed: it has no apex.normalization, so it"
-        " is the unrelated web toolkit of that name, and Megatron fails when it imports it. Remove it:"
-        " python -m pip uninstall apex".format(what)
+        "expected NVIDIA's apex or none, but {} is installed: it has no apex.normalization, so"
+        " it is the unrelated web toolkit of that name, and Megatron fails when it imports it. Remove"
+        " it: python -m pip uninstall apex".format(what)
     )

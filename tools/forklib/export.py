@@ -68,8 +68,8 @@ def write(project: Project, into: str | None = None) -> None:
 def rebuild(project: Project, repo: Repo, head: str) -> Exported:
     """Rebuilds each commit with its added files replaced by the copies in this repository.
 
-    Commit N keeps its message, author and dates. Its tree is upstream's files as in that commit, plus
-    the copies here of every added file that patches 1..N own. Nothing but git objects is written.
+    Commit N keeps its message, author and dates. Its tree is upstream's files as in that commit,
+    plus the copies here of every added file that patches 1..N own. Only git objects are written.
 
     Args:
         project: the fork.

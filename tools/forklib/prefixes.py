@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,7 @@ def run(repo: Repo, commits: list[str], names: list[str], report: Report) -> Non
         names: what to call each.
         report: takes the results.
     """
+    native.compile_helpers(repo.path)
     touched: set[str] = set()
     for commit, name in zip(commits, names, strict=True):
         changes = repo("diff-tree", "-r", "--no-commit-id", "--name-only", commit).split("\n")
@@ -50,13 +52,22 @@ def run(repo: Repo, commits: list[str], names: list[str], report: Report) -> Non
             repo("worktree", "add", "--quiet", "--detach", str(work), commit)
             print(f"  …  {name}: importing and testing this prefix", flush=True)
             try:
-                native.compile_helpers(work)
+                _provide_helpers(repo.path, work)
                 start = time.monotonic()
                 found = _run_prefix(work, modules(work, touched), test_paths(described))
                 seconds = time.monotonic() - start
                 report.step(f"{name}: prefix imports and passes its tests ({seconds:.0f} s)", found)
             finally:
                 repo("worktree", "remove", "--force", str(work))
+
+
+def _provide_helpers(compiled: Path, work: Path) -> None:
+    """Copies the compiled helpers into a prefix, or compiles its own if a patch changed them."""
+    source, module = work / native.SOURCE, native.target(compiled)
+    if module.is_file() and source.read_bytes() == (compiled / native.SOURCE).read_bytes():
+        shutil.copy(module, native.target(work))
+    else:
+        native.compile_helpers(work)
 
 
 def modules(tree: Path, paths: set[str]) -> list[str]:

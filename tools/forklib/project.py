@@ -1,8 +1,11 @@
 """fork.toml and the added files: what the fork is made of."""
 
+import contextlib
+import fcntl
 import fnmatch
 import re
 import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,6 +82,14 @@ class Project:
     def patches_dir(self) -> Path:
         """Folder of the exported series."""
         return self.root / "patches"
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps two runs from changing build/ and patches/ at once; the second one waits."""
+        self.build.mkdir(exist_ok=True)
+        with (self.build / ".fork.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
 
     def patch_files(self) -> list[Path]:
         """The exported series in order."""

@@ -106,8 +106,8 @@ def adopt(project: Project, version: str) -> None:
         owned = [path for path in project.added_files() if spec.owns(path)]
         if owned:
             raise ForkError(
-                f"patch {spec.slug} became empty on {version}, but owns {owned[0]}. Delete that file"
-                " or give it to another patch in fork.toml, run make patches, and rebase again."
+                f"patch {spec.slug} became empty on {version}, but owns {owned[0]}. Delete that"
+                " file or give it to another patch in fork.toml, make patches, and rebase again."
             )
     kept = project.build / f"tree-{project.base.sha256[:12]}"
     if project.tree.exists():

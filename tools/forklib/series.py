@@ -89,6 +89,7 @@ def apply(repo: Repo, base: str, patches: list[Path]) -> str:
     """
     if not patches:
         return repo.line("rev-parse", base)
+    repo("worktree", "prune")
     with tempfile.TemporaryDirectory(prefix="fork-am-") as scratch:
         work = Repo(Path(scratch) / "work")
         repo("worktree", "add", "--quiet", "--detach", str(work.path), base)

@@ -45,7 +45,9 @@ class State:
 
     def write(self, tree: Path) -> None:
         """Stores the state."""
-        self.file(tree).write_text(json.dumps(self.__dict__, indent=1, sort_keys=True))
+        partial = self.file(tree).with_suffix(".partial")
+        partial.write_text(json.dumps(self.__dict__, indent=1, sort_keys=True))
+        partial.replace(self.file(tree))
 
 
 @dataclass(frozen=True)
