@@ -49,6 +49,6 @@ def apex_problem(find_spec=None, find_version=None):
         what = "a module called apex ({})".format(spec.origin)
     return (
         "expected NVIDIA's apex or none, but {} is installed: it has no apex.normalization, so"
-        " it is the unrelated web toolkit of that name, and Megatron fails when it imports it. Remove"
+        " it is the unrelated web toolkit of that name, and Megatron fails to import it. Remove"
         " it: python -m pip uninstall apex".format(what)
     )
