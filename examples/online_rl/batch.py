@@ -49,7 +49,8 @@ class TrainingBatch:
 
         Args:
             tokens_BS: int64 [b, s] of whole sequences, padded on the right with `pad`.
-            token_mask_BS: bool [b, s], true on the tokens to learn from.
+            token_mask_BS: bool [b, s], true on the tokens to learn from; what lies behind the last
+                of them is dropped, up to what context parallelism needs.
             cp_group: the ranks that share each sequence.
             log_probs_BS: float32 [b, s], of each token when it was sampled.
             pad: token id of padding.
@@ -57,7 +58,7 @@ class TrainingBatch:
         if log_probs_BS is None:
             log_probs_BS = torch.zeros_like(tokens_BS, dtype=torch.float32)
         multiple = 2 * cp_group.size() if cp_group.size() > 1 else 1
-        longest = int((tokens_BS != pad).sum(dim=1).max())
+        longest = 1 + int(token_mask_BS.any(dim=0).nonzero().max())
         length = -(-longest // multiple) * multiple
         part = {
             "tokens": _resize(tokens_BS, length, pad),

@@ -64,7 +64,7 @@ def _check(
     records = report.watch(
         trainer.reinforce(steps, train_heads=False), steps, "the same without MTP"
     )
-    return compare(with_mtp, Snapshot.of(trainer, records), heads_before=start)
+    return compare(with_mtp, Snapshot.of(trainer, records), start)
 
 
 def _summary(

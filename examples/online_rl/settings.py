@@ -65,6 +65,15 @@ class Settings:
 PRESETS: dict[str, Settings] = {
     "demo": Settings(steps=150, warm_steps=500, check_steps=150),
     "tiny": Settings(
-        steps=4, warm_steps=6, check_steps=4, hidden=32, warm_batch=16, prompts=4, samples=4
+        steps=4,
+        warm_steps=30,
+        check_steps=4,
+        terms=2,
+        working_share=0.2,
+        hidden=32,
+        warm_batch=32,
+        prompts=8,
+        samples=8,
+        ramp_steps=5,
     ),
 }

@@ -4,6 +4,7 @@ Shape suffixes: B samples, S tokens of a padded sequence.
 """
 
 import time
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -42,6 +43,7 @@ class StepRecord:
         tokens_per_sample: sampled tokens.
         entropy: of the policy, mean over sampled tokens.
         clipped: share of sampled tokens whose probability ratio was clipped.
+        samples_crc: checksum of the sampled tokens.
         policy_change: distance of the policy's parameters from the warm start over their norm.
         seconds: wall clock of the step.
     """
@@ -58,6 +60,7 @@ class StepRecord:
     tokens_per_sample: float | None = None
     entropy: float | None = None
     clipped: float | None = None
+    samples_crc: int | None = None
     policy_change: float | None = None
     seconds: float = 0.0
 
@@ -137,6 +140,7 @@ class Trainer:
                 "online" if train_heads else "check",
                 step,
                 **update,
+                samples_crc=zlib.crc32(rollouts.tokens_BS.cpu().numpy().tobytes()),
                 reward=float(rewards_B.mean()),
                 working=sum(map(shows_working, texts)) / len(texts),
                 policy_change=_relative_change(start, self.policy),

@@ -15,13 +15,13 @@ class Snapshot:
     Attributes:
         policy, heads: parameters by name.
         optimizer: the policy's Adam state, by parameter and field.
-        rewards: mean reward of each step so far.
+        samples: checksum of the sampled tokens of each step so far.
     """
 
     policy: dict[str, Tensor]
     heads: dict[str, Tensor]
     optimizer: dict[str, Tensor]
-    rewards: list[float]
+    samples: list[int]
 
     @classmethod
     def of(cls, trainer: Trainer, records: list[StepRecord]) -> "Snapshot":
@@ -30,21 +30,21 @@ class Snapshot:
             policy={name: p.detach().clone() for name, p in trainer.policy.items()},
             heads={name: p.detach().clone() for name, p in trainer.heads.items()},
             optimizer=trainer.optimizers.policy_state(),
-            rewards=[record.reward for record in records],
+            samples=[record.samples_crc for record in records],
         )
 
 
 @dataclass(frozen=True)
 class IsolationReport:
-    """What the comparison found; `passed` only if nothing differs and every head moved.
+    """What the comparison found; `passed` only if nothing differs and all was in motion.
 
     Attributes:
         steps: GRPO steps that both runs made.
         parameters, optimizer_tensors: how many tensors were compared.
         different: names of the policy's parameters and Adam tensors that are not equal.
         largest_difference: largest absolute difference of a policy parameter.
-        rewards_equal: whether every step's reward is the same.
-        idle_heads: head parameters that the run with MTP left as they were: nothing was proved.
+        same_samples: whether both runs sampled the same tokens in every step.
+        idle: parameters, the heads' included, that the run with MTP left as they were.
     """
 
     steps: int
@@ -52,48 +52,48 @@ class IsolationReport:
     optimizer_tensors: int
     different: list[str]
     largest_difference: float
-    rewards_equal: bool
-    idle_heads: list[str]
+    same_samples: bool
+    idle: list[str]
 
     @property
     def passed(self) -> bool:
-        """Whether the policy is the same bit for bit although the heads were trained."""
-        return not self.different and self.rewards_equal and not self.idle_heads
+        """Whether the policy is the same bit for bit although heads and policy were trained."""
+        return not self.different and self.same_samples and not self.idle
 
     def describe(self) -> str:
         """Return one sentence for the terminal."""
         compared = (
-            f"{self.parameters} policy tensors and {self.optimizer_tensors} of their Adam tensors "
-            f"after {self.steps} GRPO steps"
+            f"{self.parameters} parameters of the policy and {self.optimizer_tensors} tensors of "
+            f"their Adam state, after {self.steps} GRPO steps with and without MTP"
         )
-        if self.passed:
-            return f"{compared} are bit for bit those of the run without MTP"
         if self.different:
             return (
-                f"{len(self.different)} of {compared} differ from the run without MTP "
-                f"(first: {self.different[0]}; parameters by up to {self.largest_difference:.3g})"
+                f"of {compared}, {len(self.different)} differ (first: {self.different[0]}; "
+                f"parameters by up to {self.largest_difference:.3g})"
             )
-        if not self.rewards_equal:
-            return f"{compared} are equal, but the rewards on the way differ"
-        return f"nothing was proved: MTP left {len(self.idle_heads)} head tensors unchanged"
+        if not self.same_samples:
+            return f"{compared}, are equal, but the sampled tokens on the way differ"
+        if self.idle:
+            return f"nothing was proved: {len(self.idle)} parameters never moved, {self.idle[0]} first"
+        return f"{compared}, are the same bit for bit, and so is every sampled token"
 
 
 def compare(
-    with_mtp: Snapshot, without_mtp: Snapshot, heads_before: dict[str, Tensor]
+    with_mtp: Snapshot, without_mtp: Snapshot, start: dict[str, Tensor]
 ) -> IsolationReport:
     """Compare two runs from one warm start.
 
     Args:
         with_mtp: state of the run that trained the heads.
         without_mtp: state of the run that did not, after as many steps.
-        heads_before: the heads after the warm start.
+        start: all parameters after the warm start.
 
     Raises:
         ValueError: the runs made different numbers of steps, or have different tensors.
     """
-    if len(with_mtp.rewards) != len(without_mtp.rewards):
+    if len(with_mtp.samples) != len(without_mtp.samples):
         raise ValueError(
-            f"cannot compare {len(with_mtp.rewards)} steps with {len(without_mtp.rewards)}"
+            f"cannot compare {len(with_mtp.samples)} steps with {len(without_mtp.samples)}"
         )
     different = _different(with_mtp.policy, without_mtp.policy)
     different += _different(with_mtp.optimizer, without_mtp.optimizer)
@@ -101,16 +101,15 @@ def compare(
         float((value - without_mtp.policy[name]).abs().max())
         for name, value in with_mtp.policy.items()
     )
+    moved = {**with_mtp.policy, **with_mtp.heads}
     return IsolationReport(
-        steps=len(with_mtp.rewards),
+        steps=len(with_mtp.samples),
         parameters=len(with_mtp.policy),
         optimizer_tensors=len(with_mtp.optimizer),
         different=different,
         largest_difference=largest,
-        rewards_equal=with_mtp.rewards == without_mtp.rewards,
-        idle_heads=[
-            name for name, value in with_mtp.heads.items() if torch.equal(value, heads_before[name])
-        ],
+        same_samples=with_mtp.samples == without_mtp.samples,
+        idle=[name for name, value in moved.items() if torch.equal(value, start[name])],
     )
 
 
