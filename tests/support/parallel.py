@@ -94,6 +94,7 @@ def _start_model_parallel(tp: int, cp: int, pp: int, ep: int, seed: int, options
 def _end_world() -> None:
     """End every group and reset what Megatron keeps for the whole process."""
     from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.transformer.multi_token_prediction import (
         MTPLossAutoScaler,
         MTPLossLoggingHelper,
@@ -106,6 +107,9 @@ def _end_world() -> None:
     for name, value in vars(parallel_state).items():
         if isinstance(value, dist.ProcessGroup):
             setattr(parallel_state, name, None)
+    # It also caches rotary frequencies by module and group: a full cache would drop a group of an
+    # earlier world, without its threads, in a fork.
+    RotaryEmbedding.forward.cache_clear()
     dist.destroy_process_group()
     MTPLossLoggingHelper.tracker.clear()
     MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
