@@ -32,7 +32,9 @@ from megatron.core.transformer.transformer_layer import (
 from tests.support.attention import ReferenceAttention
 
 
-def hybrid_local_spec(core_attention: type = ReferenceAttention, num_experts: int = 0) -> ModuleSpec:
+def hybrid_local_spec(
+    core_attention: type = ReferenceAttention, num_experts: int = 0
+) -> ModuleSpec:
     """Spec for ``HybridModel(hybrid_stack_spec=...)``.
 
     Args:

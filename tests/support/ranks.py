@@ -67,12 +67,14 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     _check_call(fn, world_size)
     context, extra = _start_method()
     environment = {"WORLD_SIZE": str(world_size), **environment_for(world_size)}
-    payload = pickle.dumps(args)
+    # The function travels pickled: unpickling may import the test module, which prepares the
+    # device, and must come after the rank's environment is set.
+    payload = pickle.dumps((fn, args))
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         directory = Path(name)
         environment[STORE_VARIABLE] = name
         processes = [
-            context.Process(target=_rank_main, args=(name, rank, environment, fn, payload))
+            context.Process(target=_rank_main, args=(name, rank, environment, payload))
             for rank in range(world_size)
         ]
         try:
@@ -114,7 +116,7 @@ def _start_method():
         # The server imports Megatron once. It must not touch the GPU doing so, and counting
         # devices through NVML does not; importing Transformer Engine would.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        context.set_forkserver_preload(["tests.support"])
+        context.set_forkserver_preload(["tests.support.hybrid_spec"])
     return context, _SERVER_START_S
 
 
@@ -186,7 +188,7 @@ def _skip_if_asked(outcomes: list[dict | None]) -> None:
             pytest.skip(outcome["value"])
 
 
-def _rank_main(name: str, rank: int, environment: dict, fn: Callable, payload: bytes) -> None:
+def _rank_main(name: str, rank: int, environment: dict, payload: bytes) -> None:
     """The life of one rank: run, leave an outcome file, exit without any cleanup of the parent."""
     directory = Path(name)
     # Never finalise what was forked from the parent: its threads are not here.
@@ -202,8 +204,8 @@ def _rank_main(name: str, rank: int, environment: dict, fn: Callable, payload: b
         if "CUDA_VISIBLE_DEVICES" not in environment and not has_gpu():
             raise RuntimeError("the GPU was used before this rank was forked from its server")
         prepare()
-        value = fn(*pickle.loads(payload))
-        outcome = {"kind": "result", "value": pytree.tree_map(_detached, value)}
+        fn, args = pickle.loads(payload)
+        outcome = {"kind": "result", "value": pytree.tree_map(_detached, fn(*args))}
         pickle.dump(outcome, io.BytesIO())
     except BaseException as error:  # noqa: BLE001 - a rank reports whatever ended it
         skipped = type(error).__name__ == "Skipped"

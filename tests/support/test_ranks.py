@@ -1,5 +1,9 @@
-"""Tests of forked ranks, worlds and torchrun launches. Run: ``pytest tests/support/test_ranks.py``."""
+"""Tests of forked ranks, worlds and torchrun launches.
 
+Run: ``pytest tests/support/test_ranks.py``.
+"""
+
+import multiprocessing
 import os
 import textwrap
 import time
@@ -8,14 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support import device, has_gpu, launch, parallel_world, prepare, run_ranks
+from tests.support import device, has_gpu, launch, parallel_world, prepare, ranks, run_ranks
 
 prepare()
 
 
 def _rank_and_sum(offset: int):
     with parallel_world(cp=int(os.environ["WORLD_SIZE"])) as groups:
-        total = torch.tensor([float(groups.cp.rank() + offset)], device=device(), requires_grad=True)
+        total = torch.tensor(
+            [float(groups.cp.rank() + offset)], device=device(), requires_grad=True
+        )
         (total * 2).sum().backward()
         summed = total.detach().clone()
         dist.all_reduce(summed, group=groups.cp)
@@ -52,6 +58,14 @@ class TestRanks:
         results = run_ranks(_rank_and_sum, 3, 10)
         assert [result["rank"] for result in results] == [0, 1, 2]
         assert [result["sum"].item() for result in results] == [33.0] * 3
+
+    @pytest.mark.skipif(has_gpu(), reason="with a GPU every test here starts ranks this way")
+    def test_ranks_start_from_a_clean_server_as_they_do_beside_a_gpu(self, monkeypatch):
+        server = multiprocessing.get_context("forkserver")
+        server.set_forkserver_preload(["tests.support.hybrid_spec"])
+        monkeypatch.setattr(ranks, "_start_method", lambda: (server, 60.0))
+        results = run_ranks(_rank_and_sum, 2, 10)
+        assert [result["sum"].item() for result in results] == [21.0] * 2
 
     def test_ranks_start_after_a_backward_and_a_world_of_the_test_process(self):
         with parallel_world():
@@ -162,8 +176,8 @@ class TestTorchrun:
         )
         start = time.monotonic()
         with pytest.raises(AssertionError) as failed:
-            launch(script, 2, timeout=15)
+            launch(script, 2, timeout=12)
         message = str(failed.value)
-        assert "rank 0 did not end within 15 s" in message and "rank 1 did" in message
+        assert "rank 0 did not end within 12 s" in message and "rank 1 did" in message
         assert message.count("in wait_forever") == 2
         assert time.monotonic() - start < 40

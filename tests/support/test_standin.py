@@ -80,7 +80,9 @@ def _cross_entropy_error(inside: bool) -> float:
 
     logits = torch.randn(5, 2, 64, dtype=torch.float64, device=device())
     target = torch.arange(10, device=device()).view(5, 2)
-    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+    want = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), target.flatten(), reduction="none"
+    )
     with parallel_world():
         if not inside:
             return relative_error(vocab_parallel_cross_entropy(logits, target).flatten(), want)

@@ -23,13 +23,7 @@ import torch
 
 from tests.support.standin.precision import fp64_cross_entropy
 
-__all__ = [
-    "fp64_cross_entropy",
-    "install",
-    "install_training",
-    "installed",
-    "prepare_without_te",
-]
+__all__ = ["fp64_cross_entropy", "install", "install_training", "installed", "prepare_without_te"]
 
 _installed: set[str] = set()
 

@@ -62,7 +62,9 @@ def _install_random_state() -> None:
     """
     replace(torch.cuda, "get_rng_state", lambda _original, device=None: torch.get_rng_state())
     replace(
-        torch.cuda, "set_rng_state", lambda _original, state, device=None: torch.set_rng_state(state)
+        torch.cuda,
+        "set_rng_state",
+        lambda _original, state, device=None: torch.set_rng_state(state),
     )
     replace(torch.cuda, "manual_seed", lambda _original, seed: _seed_cpu(seed))
 

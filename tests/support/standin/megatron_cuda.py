@@ -21,7 +21,9 @@ def _install_random_state() -> None:
     """Let the tensor-parallel random tracker save and restore the CPU generator."""
     from megatron.core.tensor_parallel import random
 
-    replace(random, "_get_cuda_rng_state", lambda _original, *_args, **_kwargs: torch.get_rng_state())
+    replace(
+        random, "_get_cuda_rng_state", lambda _original, *_args, **_kwargs: torch.get_rng_state()
+    )
     replace(
         random,
         "_set_cuda_rng_state",
@@ -53,4 +55,6 @@ def _install_checkpoint_queue() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     results = queue.Queue()
-    replace(filesystem_async, "get_write_results_queue", lambda _original, *_args, **_kwargs: results)
+    replace(
+        filesystem_async, "get_write_results_queue", lambda _original, *_args, **_kwargs: results
+    )
