@@ -3,8 +3,8 @@
     torchrun --nproc-per-node N parity_worker.py GRID
 
 Every rank computes the CP=1 reference of its share of the cases in a world without context
-parallelism, then all ranks together compute every case with CP=N, and each compares its share. Uses
-nothing that the series adds to Megatron, so that the same figures exist for a tree without it.
+parallelism, then all ranks together compute every case with CP=N, and each compares its share. The
+grid "upstream" uses nothing that the series adds to Megatron: it also runs on a tree without it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,17 @@ from tests.support.worker import main
 MASKS = ("full", "prompt", "one-hot", "empty")
 DEPTHS = (1, 2, 3)
 LAYOUTS = ("bshd", "thd-padded", "thd-unpadded")
+VARIANTS = ("no-labels", "normalizer", "path", "ignored-labels")
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One point of a grid. ``detached`` sets ``mtp_detach_heads``: then every gradient outside
-    MTP comes from the main loss alone."""
+    """One point of a grid.
+
+    ``detached`` sets ``mtp_detach_heads``: then every gradient outside MTP comes from the main loss
+    alone. ``variant``: "plain" token losses; "no-labels" and "normalizer" work on logits, the
+    latter with labels; "path" is the mask mode; "ignored-labels" marks with -100, without a mask.
+    """
 
     family: str
     layout: str
@@ -48,10 +53,14 @@ class Case:
     depths: int
     repeated: bool
     detached: bool
+    variant: str = "plain"
 
     @property
     def spec(self) -> ModelSpec:
         """The case's model."""
+        overrides: dict[str, Any] = dict(mtp_detach_heads=self.detached)
+        if self.variant == "path":
+            overrides["mtp_loss_mask_mode"] = "path"
         return ModelSpec(
             family=self.family,
             mtp_num_layers=self.depths,
@@ -59,7 +68,7 @@ class Case:
             per_token=self.per_token,
             hidden_size=16,
             num_attention_heads=2,
-            overrides=dict(mtp_detach_heads=self.detached),
+            overrides=overrides,
         )
 
     @property
@@ -75,8 +84,8 @@ class Case:
 def grid(name: str) -> Iterator[Case]:
     """The cases of a grid, those of one model together.
 
-    "whole": the acceptance grid, GPTModel with every combination, HybridModel with D=2. "upstream":
-    what an unpatched tree is shown with.
+    "whole": the acceptance grid, GPTModel with every combination, HybridModel with D=2, and the
+    variants with one mask and model. "upstream": what an unpatched tree is shown with.
     """
     if name == "upstream":
         for per_token, layout, mask in itertools.product((False, True), LAYOUTS, MASKS):
@@ -89,6 +98,8 @@ def grid(name: str) -> Iterator[Case]:
     for per_token, repeated in itertools.product((False, True), repeat=2):
         for layout, mask in itertools.product(LAYOUTS, MASKS):
             yield Case("hybrid", layout, mask, per_token, 2, repeated, detached=repeated)
+    for per_token, variant, layout in itertools.product((False, True), VARIANTS, LAYOUTS):
+        yield Case("gpt", layout, "prompt", per_token, 2, False, detached=False, variant=variant)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +145,7 @@ def _outcome(model, case: Case, groups, reduce: bool) -> Outcome:
     part = cp_shard(whole, cp, groups.cp.rank())
     model.zero_grad(set_to_none=True)
     MTPLossLoggingHelper.tracker.clear()
-    losses_BS = model(**part.forward_kwargs())
+    losses_BS = _main_losses(model, case, part, cp)
     loss = (losses_BS * part.loss_mask).sum()
     if not case.per_token:  # DDP averages over CP ranks in this mode, and sums in the other
         loss = cp * loss / whole.loss_mask.sum().clamp(min=1)
@@ -148,6 +159,24 @@ def _outcome(model, case: Case, groups, reduce: bool) -> Outcome:
         for name in ("loss", "correct", "total")
     }
     return Outcome({n: g.cpu() for n, g in gradients.items()}, metrics)
+
+
+def _main_losses(model, case: Case, part: Batch, cp: int) -> torch.Tensor:
+    """Any differentiable [b, s] of this rank's part, which the caller masks and sums."""
+    kwargs = part.forward_kwargs()
+    if case.variant == "no-labels":
+        kwargs["labels"] = None
+    elif case.variant == "ignored-labels":
+        kwargs |= dict(labels=part.labels.masked_fill(part.loss_mask == 0, -100), loss_mask=None)
+    elif case.variant == "normalizer":
+        # Nothing cancels DDP's mean over CP ranks here: that is the caller's part.
+        normalizer = 5.0 if case.per_token else 5.0 / cp
+        kwargs |= dict(return_logits=True, mtp_loss_normalizer=normalizer)
+    output = model(**kwargs)
+    if output.dim() == 2:
+        return output
+    wanted = torch.linspace(-1.0, 1.0, output.size(-1), dtype=output.dtype, device=output.device)
+    return (output * wanted * (1 + part.labels.unsqueeze(-1))).sum(-1) / 64
 
 
 def _reduced(gradients: dict[str, torch.Tensor], group, average: bool) -> dict[str, torch.Tensor]:
