@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.device import backend, prepare, seed_everything
-from tests.support.ranks import STORE_VARIABLE
+from tests.support.ranks import STORE_VARIABLE, living_groups
 
 _world_numbers = itertools.count()
 
@@ -86,6 +86,7 @@ def _start_model_parallel(tp: int, cp: int, pp: int, ep: int, seed: int, options
         expert_model_parallel_size=ep,
         **options,
     )
+    living_groups.update(dist.distributed_c10d._world.pg_map)
     seed_everything(seed)
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return ProcessGroupCollection.use_mpu_process_groups()

@@ -31,6 +31,7 @@ import tempfile
 import time
 import traceback
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any, Callable
 
@@ -42,7 +43,9 @@ from tests.support.device import environment_for, has_gpu, prepare
 from tests.support.failures import RankFailure, failure_report, wait_for_stacks
 
 STORE_VARIABLE = "MTP_TEST_STORE"  # where the ranks of a case keep their rendezvous files
-_inherited: dict[str, Any] = {}
+# Every group of this process that is still alive: `parallel_world` adds those of its worlds.
+living_groups: weakref.WeakSet = weakref.WeakSet()
+_inherited: list[Any] = []
 _SERVER_START_S = 120.0  # importing torch and Megatron in every rank, on a busy machine
 
 
@@ -193,8 +196,9 @@ def _rank_main(name: str, rank: int, environment: dict, payload: bytes) -> None:
     directory = Path(name)
     # Never finalise what was forked from the parent: its threads are not here.
     gc.freeze()
+    _inherited.extend(living_groups)
     if (parallel_state := sys.modules.get("megatron.core.parallel_state")) is not None:
-        _inherited.update(vars(parallel_state))
+        _inherited.extend(vars(parallel_state).values())
     stacks = open(directory / f"stacks.{rank}", "w")
     faulthandler.cancel_dump_traceback_later()  # of the test runner
     faulthandler.enable(stacks, all_threads=True)

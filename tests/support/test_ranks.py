@@ -51,6 +51,15 @@ def _skip():
     pytest.skip("not on this machine")
 
 
+_kept: list = []
+
+
+def _drop_what_the_test_process_kept():
+    _kept.clear()
+    with parallel_world(cp=2) as groups:
+        return groups.cp.size()
+
+
 class TestRanks:
     """Ranks started from the test process."""
 
@@ -73,6 +82,13 @@ class TestRanks:
             (weight @ weight).sum().backward()
         assert not dist.is_initialized()
         assert len(run_ranks(_rank_and_sum, 2, 0)) == 2
+
+    def test_groups_kept_beyond_their_world_do_not_hang_ranks_that_drop_them(self):
+        with parallel_world() as groups:
+            _kept.append(groups)
+        del groups
+        assert run_ranks(_drop_what_the_test_process_kept, 2, timeout=30) == [2, 2]
+        _kept.clear()
 
     def test_a_failing_rank_ends_the_case_with_its_traceback(self):
         start = time.monotonic()
