@@ -79,7 +79,7 @@ def step_gradients(
 
 
 def nonzero(gradients: Mapping[str, torch.Tensor]) -> set[str]:
-    """Names of the gradients that are not exactly zero; NaN is not."""
+    """Names of the gradients that are not exactly zero everywhere; NaN is not zero."""
     return {name for name, gradient in gradients.items() if (gradient != 0).any()}
 
 

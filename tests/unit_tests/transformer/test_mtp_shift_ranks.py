@@ -137,7 +137,7 @@ def mixed_dtypes(cp, group):
         wanted.append(torch.stack(axes))
         for got, want in zip(shifted, wanted, strict=True):
             if got.dtype != want.dtype or not torch.equal(got, want):
-                differing.append(f"shift {k}, {got.dtype}: got {got.tolist()}, want {want.tolist()}")
+                differing.append(f"shift {k}, {got.dtype}: got {got}, want {want}")
     return differing
 
 
