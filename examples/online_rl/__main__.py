@@ -27,19 +27,18 @@ def parse(arguments: list[str] | None = None) -> tuple[Settings, Path]:
         for name in ("steps", "warm_steps", "prompts", "samples", "seed", "context_parallel_size")
         if getattr(options, name) is not None
     }
-    steps = given.get("steps", settings.steps)
-    check_steps = min(settings.check_steps, steps)
-    if options.check_steps is not None:
-        check_steps = options.check_steps
+    check_steps = options.check_steps
+    if check_steps is None:
+        check_steps = min(settings.check_steps, given.get("steps", settings.steps))
     if not options.verify_isolation:
         check_steps = 0
-    elif check_steps == 0:
-        parser.error("--verify-isolation needs --check-steps of at least 1, got 0")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         settings = replace(settings, **given, check_steps=check_steps, isolated=options.isolation)
     except ValueError as error:
         parser.error(str(error))
+    if options.verify_isolation and check_steps == 0:
+        parser.error("--verify-isolation needs --check-steps of at least 1, got 0")
     if settings.context_parallel_size != ranks:
         parser.error(
             f"--context-parallel-size is {settings.context_parallel_size} but there are {ranks} "

@@ -32,7 +32,7 @@ class Settings:
     context_parallel_size: int = 1
     seed: int = 1
     terms: int = 3
-    working_share: float = 0.4
+    working_share: float = 0.5
     hidden: int = 64
     layers: int = 2
     attention_heads: int = 4
@@ -63,7 +63,7 @@ class Settings:
 
 
 PRESETS: dict[str, Settings] = {
-    "demo": Settings(steps=150, warm_steps=500, check_steps=150),
+    "demo": Settings(steps=150, warm_steps=600, check_steps=150),
     "tiny": Settings(
         steps=4,
         warm_steps=30,
