@@ -1,6 +1,6 @@
 """The isolated objective trains every MTP parameter, and nothing else, to the bit.
 
-Isolation for one call alone is in ``test_mtp_isolation_per_call.py``.
+Isolation for one call alone is in ``test_mtp_isolated_calls.py``.
 
     python -m pytest tests/unit_tests/transformer/test_mtp_isolation.py
 """

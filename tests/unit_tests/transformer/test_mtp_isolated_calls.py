@@ -1,6 +1,6 @@
 """``mtp_isolated_loss`` of one forward call overrides the config, in both directions.
 
-    python -m pytest tests/unit_tests/transformer/test_mtp_isolation_per_call.py
+    python -m pytest tests/unit_tests/transformer/test_mtp_isolated_calls.py
 """
 
 import itertools
