@@ -53,7 +53,7 @@ def launch(
         command = _command(script_or_module, nproc, args, directory)
         output = directory / "torchrun.log"
         with output.open("w") as log:
-            agent = subprocess.Popen(
+            launcher = subprocess.Popen(
                 command,
                 env=_environment(nproc, directory, env),
                 stdout=log,
@@ -62,13 +62,13 @@ def launch(
                 preexec_fn=_no_core_files,
             )
         try:
-            code = agent.wait(timeout)
+            code = launcher.wait(timeout)
             failures = _failed_ranks(directory, output) if code else []
         except subprocess.TimeoutExpired:
-            _dump_stacks(agent.pid)
+            _dump_stacks(launcher.pid)
             failures = _hanging_ranks(directory, output, timeout)
         finally:
-            _kill_tree(agent)
+            _kill_tree(launcher)
         if failures:
             raise AssertionError(failure_report(f"torchrun {script_or_module}", nproc, failures))
         result = directory / "result.json"
@@ -151,10 +151,10 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _dump_stacks(agent: int) -> None:
-    """Let every worker write its stacks: abort them, with the agent stopped so it cannot react."""
-    os.kill(agent, signal.SIGSTOP)
-    for pid in (workers := _children(agent)):
+def _dump_stacks(launcher: int) -> None:
+    """Let every worker write its stacks: abort them, with the launcher stopped so it cannot react."""
+    os.kill(launcher, signal.SIGSTOP)
+    for pid in (workers := _children(launcher)):
         _signal(pid, signal.SIGABRT)
     deadline = time.monotonic() + _DUMP_S
     while time.monotonic() < deadline and any(map(_is_running, workers)):
@@ -168,12 +168,12 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def _kill_tree(agent: subprocess.Popen) -> None:
-    """End the agent and all its workers, which torchrun puts in sessions of their own."""
-    if agent.poll() is None:
-        for pid in [*_children(agent.pid), agent.pid]:
+def _kill_tree(launcher: subprocess.Popen) -> None:
+    """End the launcher and all its workers, which torchrun puts in process groups of their own."""
+    if launcher.poll() is None:
+        for pid in [*_children(launcher.pid), launcher.pid]:
             _signal(pid, signal.SIGKILL)
-    agent.wait()
+    launcher.wait()
 
 
 def _signal(pid: int, number: signal.Signals) -> None:
