@@ -152,7 +152,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _dump_stacks(launcher: int) -> None:
-    """Let every worker write its stacks: abort them, with the launcher stopped so it cannot react."""
+    """Abort every worker, so that it writes its stacks; the launcher is stopped meanwhile."""
     os.kill(launcher, signal.SIGSTOP)
     for pid in (workers := _children(launcher)):
         _signal(pid, signal.SIGABRT)
@@ -169,7 +169,7 @@ def _is_running(pid: int) -> bool:
 
 
 def _kill_tree(launcher: subprocess.Popen) -> None:
-    """End the launcher and all its workers, which torchrun puts in process groups of their own."""
+    """End the launcher and its workers, which torchrun puts in process groups of their own."""
     if launcher.poll() is None:
         for pid in [*_children(launcher.pid), launcher.pid]:
             _signal(pid, signal.SIGKILL)
