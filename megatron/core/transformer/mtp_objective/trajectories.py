@@ -96,8 +96,8 @@ def pack_trajectories(
 
     Raises:
         TypeError: tokens that are not integers.
-        ValueError: no trajectory, or masks that do not fit the tokens, or a rank outside
-            ``cp_size``.
+        ValueError: no trajectory, or one that is not one-dimensional, or masks that do not fit the
+            tokens, or a rank outside ``cp_size``, or a multiple below 1.
     """
     if not tokens or len(tokens) != len(token_masks):
         raise ValueError(
@@ -106,8 +106,15 @@ def pack_trajectories(
         )
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank must be in [0, {cp_size}), got {cp_rank}.")
+    if pad_to_multiple < 1:
+        raise ValueError(f"pad_to_multiple must be at least 1, got {pad_to_multiple}.")
     for index, (sequence, mask) in enumerate(zip(tokens, token_masks)):
         require_token_ids(f"tokens[{index}]", sequence)
+        if sequence.dim() != 1:
+            raise ValueError(
+                f"tokens[{index}] must be one trajectory, [length], got shape "
+                f"{tuple(sequence.shape)}: pass a list with one tensor per trajectory."
+            )
         require_mask_like(f"token_masks[{index}]", mask, f"tokens[{index}]", sequence)
     device = tokens[0].device
     chunks = 1 if cp_size == 1 else 2 * cp_size
