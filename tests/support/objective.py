@@ -56,7 +56,7 @@ def reference_objective(
 
 
 def step_gradients(
-    model: torch.nn.Module, batch: Batch, main_weight: float = 0.0, **forward: Any
+    model: torch.nn.Module, batch: Batch | None, main_weight: float = 0.0, **forward: Any
 ) -> dict[str, torch.Tensor]:
     """Gradients of every parameter after one forward and backward.
 
@@ -66,12 +66,13 @@ def step_gradients(
 
     Args:
         model: A GPTModel or HybridModel.
-        batch: This rank's part.
+        batch: This rank's part; None when ``forward`` holds everything.
         main_weight: Factor of the main loss.
         forward: Replaces or adds arguments of the model's forward.
     """
     model.zero_grad(set_to_none=True)
-    output = model(**{**batch.forward_kwargs(), **forward})
+    given = {} if batch is None else batch.forward_kwargs()
+    output = model(**{**given, **forward})
     generator = torch.Generator().manual_seed(99)
     weights = torch.randn(output.shape, generator=generator, dtype=torch.float64)
     (main_weight * output * weights.to(output)).sum().backward()
