@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Mapping, Sequence
 
 UNPATCHED_VARIABLE = "MEGATRON_UNPATCHED"
-FIRST_PATCH = "mtp: test support for ranks, "  # how the subject of the series' first commit starts
+FIRST_FILE = "tests/support/device.py"  # added by the first commit of the series
 
 
 class NoUnpatchedTree(Exception):
@@ -41,10 +41,11 @@ def unpatched_tree(directory: Path) -> Path:
     tree = patched_tree()
     if Path(_git(tree, "rev-parse", "--show-toplevel").strip()).resolve() != tree:
         raise NoUnpatchedTree(f"{tree} is no git checkout; set {UNPATCHED_VARIABLE}")
-    commits = _git(tree, "log", "--format=%H %P", f"--grep=^{FIRST_PATCH}").split("\n")[0].split()
+    added = _git(tree, "log", "--diff-filter=A", "--format=%H %P", "--", FIRST_FILE).splitlines()
+    commits = added[-1].split() if added else []
     if len(commits) != 2:
         raise NoUnpatchedTree(
-            f"no commit '{FIRST_PATCH}…' with a parent in the history of {tree}; "
+            f"the history of {tree} holds no commit that added {FIRST_FILE} to a release; "
             f"set {UNPATCHED_VARIABLE}"
         )
     directory.mkdir(parents=True, exist_ok=True)
