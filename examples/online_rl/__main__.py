@@ -1,6 +1,7 @@
 """Command line of the demo: `python -m examples.online_rl --help`."""
 
 import argparse
+import importlib.util
 import logging
 import os
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from examples.online_rl.settings import PRESETS, Settings
 
-EXIT_OK, EXIT_NOT_ISOLATED = 0, 1  # argparse itself exits with 2 on bad arguments
+EXIT_OK, EXIT_NOT_ISOLATED, EXIT_NOT_READY = 0, 1, 2  # argparse exits with 2 on bad arguments
 
 
 def parse(arguments: list[str] | None = None) -> tuple[Settings, Path]:
@@ -54,7 +55,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m examples.online_rl",
         description="Online RL of a small GPT on reasoning-gym's chain_sum, with MTP heads trained "
         "on the sampled tokens in the same forward, and a proof that they leave the policy alone.",
-        epilog="Exit status: 0 done, 1 the isolation proof failed, 2 bad arguments.",
+        epilog="Exit status: 0 done, 1 the isolation proof failed, 2 bad arguments, or "
+        "something is not installed.",
     )
     flag = argparse.BooleanOptionalAction
     parser.add_argument("--size", choices=sorted(PRESETS), default="demo", help="preset (demo)")
@@ -90,6 +92,9 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo; returns the exit status."""
     settings, folder = parse(arguments)
+    if missing := _missing():
+        print(f"error: {missing}; start with `make demo`, or see README.md", file=sys.stderr)
+        return EXIT_NOT_READY
     _quieten()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -105,6 +110,16 @@ def main(arguments: list[str] | None = None) -> int:
     with parallel_world(cp=settings.context_parallel_size, seed=settings.seed) as groups:
         passed = run(settings, folder, groups)
     return EXIT_OK if passed else EXIT_NOT_ISOLATED
+
+
+def _missing() -> str | None:
+    """Return what has to be installed before the demo can run, or None; imports nothing big."""
+    for name in ("torch", "reasoning_gym", "matplotlib", "tqdm", "megatron", "megatron.core"):
+        if (found := importlib.util.find_spec(name)) is None:
+            return f"{name} is not installed"
+    if not (Path(found.origin).parent / "transformer" / "mtp_objective").is_dir():
+        return f"{found.origin} is Megatron without the patches"
+    return None
 
 
 def _quieten() -> None:

@@ -1,6 +1,7 @@
 """GRPO outside the model: group-normalised advantages and a clipped policy loss from logits.
 
-Shape suffixes: P prompts, G samples of one prompt, B = P·G samples, S local positions, V vocabulary.
+Shape suffixes: P prompts, G samples of one prompt, B = P·G samples, S local positions,
+V vocabulary.
 Labels and masks are prediction-aligned: position t holds the target of the logits at t.
 """
 

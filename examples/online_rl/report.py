@@ -105,7 +105,11 @@ def plot(records: list[StepRecord], path: Path) -> None:
 
 
 def _curve(
-    axis: Any, records: list[StepRecord], read: Callable[[StepRecord], float], name: str, colour: str
+    axis: Any,
+    records: list[StepRecord],
+    read: Callable[[StepRecord], float],
+    name: str,
+    colour: str,
 ) -> None:
     steps = [record.step for record in records]
     values = [read(record) for record in records]

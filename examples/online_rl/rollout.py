@@ -93,7 +93,8 @@ class RolloutEngine:
         for index, row in enumerate(rows):
             if len(row) >= self._max_length:
                 raise ValueError(
-                    f"prompt of {len(row)} tokens leaves no room in {self._max_length}: {prompts[index]}"
+                    f"prompt of {len(row)} tokens leaves no room in {self._max_length}: "
+                    f"{prompts[index]}"
                 )
             tokens_BS[index, : len(row)] = torch.tensor(row, device=device)
             prompt_mask_BS[index, : len(row)] = True

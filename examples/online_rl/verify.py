@@ -74,13 +74,14 @@ class IsolationReport:
         if not self.same_samples:
             return f"{compared}, are equal, but the sampled tokens on the way differ"
         if self.idle:
-            return f"nothing was proved: {len(self.idle)} parameters never moved, {self.idle[0]} first"
+            return (
+                f"nothing was proved: {len(self.idle)} parameters never moved "
+                f"(first: {self.idle[0]})"
+            )
         return f"{compared}, are the same bit for bit, and so is every sampled token"
 
 
-def compare(
-    with_mtp: Snapshot, without_mtp: Snapshot, start: dict[str, Tensor]
-) -> IsolationReport:
+def compare(with_mtp: Snapshot, without_mtp: Snapshot, start: dict[str, Tensor]) -> IsolationReport:
     """Compare two runs from one warm start.
 
     Args:

@@ -7,6 +7,7 @@ Runs on a machine without a GPU; about 40 seconds on one core.
 
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,20 @@ def test_arguments_that_cannot_work_are_refused(arguments, message, capsys, monk
         parse([*TINY, *arguments])
     assert refusal.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_without_the_patched_megatron_it_says_so_instead_of_failing(tmp_path):
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "__init__.py").write_text("")
+    command = [sys.executable, "-m", "examples.online_rl", *TINY, "--output", str(tmp_path / "out")]
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    result = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 2
+    assert "Megatron without the patches" in result.stderr and "make demo" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_fewer_steps_shorten_the_check_and_it_can_be_left_out():
