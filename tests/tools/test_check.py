@@ -163,6 +163,13 @@ def test_a_prefix_that_does_not_import_is_caught(sandbox):
     assert " ok  0002-second.patch: prefix" in said
 
 
+def test_one_prefix_can_be_run_alone(sandbox):
+    said = sandbox.ok("check", "--prefix", "second")
+    assert "0002-second.patch: prefix imports" in said
+    assert "0001-first.patch: prefix imports" not in said
+    assert "expected one of ['first', 'second']" in sandbox.fails("check", "--prefix", "third")
+
+
 def test_a_prefix_whose_tests_fail_is_caught(sandbox):
     sandbox.write(EXTRA, "EXTRA = 0\n")
     sandbox.ok("patches")

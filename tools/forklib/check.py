@@ -35,12 +35,13 @@ class Report:
         self.failures += found
 
 
-def run(project: Project, run_tests: bool = True) -> Report:
+def run(project: Project, run_tests: bool = True, only: str | None = None) -> Report:
     """Runs every check; needs no build/tree.
 
     Args:
         project: the fork.
         run_tests: also import every prefix of the series and run its tests.
+        only: slug of the one patch whose prefix is run; None: of all.
 
     Raises:
         ForkError: the sdist is not the pinned one, or a patch does not apply; nothing after that
@@ -68,7 +69,8 @@ def run(project: Project, run_tests: bool = True) -> Report:
             report.step(f"{name}: scope and trailers", found)
             report.warnings += warnings
         if run_tests:
-            prefixes.run(repo, commits, [path.name for path in files], report)
+            last = {spec.slug: spec.filename for spec in project.patches}.get(only, only)
+            prefixes.run(repo, commits, [path.name for path in files], report, last)
     for line in report.warnings:
         print(f"warning: {line}")
     return report

@@ -32,7 +32,11 @@ def _patches(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    report = check.run(project.load(args.root), run_tests=args.tests)
+    fork = project.load(args.root)
+    slugs = [patch.slug for patch in fork.patches]
+    if args.prefix and args.prefix not in slugs:
+        raise ForkError(f"no patch has the slug {args.prefix!r}; expected one of {slugs}.")
+    report = check.run(fork, args.tests, args.prefix)
     if report.failures:
         raise ForkError(f"{len(report.failures)} problems; see above.")
     print("the series, its pin and its copies agree")
@@ -82,6 +86,9 @@ def parser() -> argparse.ArgumentParser:
         dest="tests",
         action="store_false",
         help="do not import every prefix of the series and run its tests",
+    )
+    one.add_argument(
+        "--prefix", metavar="SLUG", help="run only the prefix that ends with this patch"
     )
     one = verb("rebase", _rebase, "try the series on another release, with 3-way merges")
     one.add_argument("version", help="the release, such as 0.19.1")

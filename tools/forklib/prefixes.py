@@ -32,7 +32,9 @@ def test_paths(commit: series.Commit) -> list[str]:
     return [path for value in commit.values("Tests") for path in value.replace(",", " ").split()]
 
 
-def run(repo: Repo, commits: list[str], names: list[str], report: Report) -> None:
+def run(
+    repo: Repo, commits: list[str], names: list[str], report: Report, only: str | None = None
+) -> None:
     """Checks out each prefix, imports every module the series has touched so far, runs its tests.
 
     Args:
@@ -40,12 +42,15 @@ def run(repo: Repo, commits: list[str], names: list[str], report: Report) -> Non
         commits: one per patch, oldest first.
         names: what to call each.
         report: takes the results.
+        only: run the prefix that ends with this one alone, instead of all.
     """
     native.compile_helpers(repo.path)
     touched: set[str] = set()
     for commit, name in zip(commits, names, strict=True):
         changes = repo("diff-tree", "-r", "--no-commit-id", "--name-only", commit).split("\n")
         touched |= {path for path in changes if path.startswith("megatron/")}
+        if only not in (None, name):
+            continue
         described = series.describe(repo, commit)
         with tempfile.TemporaryDirectory(prefix="fork-prefix-") as scratch:
             work = Path(scratch) / "tree"
@@ -90,7 +95,14 @@ def _run_prefix(tree: Path, names: list[str], tests: list[str]) -> list[str]:
             problems.append(f"import failed: {_tail(done, 1)}")
     if tests:
         # The sdist's pyproject.toml would configure pytest for upstream's own suites.
-        options = ("--import-mode=importlib", "-c", os.devnull, "--rootdir", str(tree))
+        options = (
+            "--disable-warnings",
+            "--import-mode=importlib",
+            "-c",
+            os.devnull,
+            "--rootdir",
+            str(tree),
+        )
         done = _python(
             tree, env, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, *tests
         )
