@@ -56,6 +56,12 @@ def test_a_label_is_the_next_token_of_the_same_row_and_brings_its_own_mask():
     assert loss_mask.tolist() == [[0, 1, 1, 0, 0, 0], [1, 1, 0, 1, 1, 0]]
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_labels_of_narrow_tokens_have_room_for_the_ignored_label(dtype):
+    labels, _ = prediction_aligned_targets(tensor([[10, 11]], dtype), tensor([[1, 1]]))
+    assert labels.dtype == torch.int64 and labels.tolist() == [[11, NONE]]
+
+
 @pytest.mark.parametrize(
     "bounds, tokens, labels, loss_mask",
     [

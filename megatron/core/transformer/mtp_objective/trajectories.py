@@ -41,7 +41,7 @@ def prediction_aligned_targets(
         cp_group: context-parallel group, when the tensors are one rank's part.
 
     Returns:
-        ``labels`` int [b, t], the next token, -100 where the sequence has none; ``loss_mask``
+        ``labels`` int64 [b, t], the next token, -100 where the sequence has none; ``loss_mask``
         [b, t] in ``token_mask``'s dtype, the next token's mask, 0 there.
 
     Raises:
@@ -52,7 +52,7 @@ def prediction_aligned_targets(
     require_mask_like("token_mask", token_mask, "tokens", tokens)
     layout = SequenceLayout.of(tokens, packed_seq_params, cp_group)
     exists = torch.ones_like(tokens, dtype=torch.bool)
-    labels, loss_mask, exists = shift_fields([tokens, token_mask, exists], [1], layout)[0]
+    labels, loss_mask, exists = shift_fields([tokens.long(), token_mask, exists], [1], layout)[0]
     return labels.masked_fill(~exists, IGNORED_LABEL), loss_mask
 
 
