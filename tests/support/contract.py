@@ -108,7 +108,7 @@ class ReturnLogitsContract(ModelContract):
         labels_BS = batch.labels.clone()
         labels_BS[0, position] = 63
         after = mtp_gradients(model, dataclasses.replace(batch, labels=labels_BS))
-        # A layer's closing norm learns from its own depth; what lies before it, from later ones too.
+        # A layer's closing norm learns from its own depth, what lies before it from later ones too.
         norms = {k: f"mtp.layers.{k - 1}.final_layernorm.weight" for k in (1, 2)}
         assert [k for k in (1, 2) if not torch.equal(before[norms[k]], after[norms[k]])] == depths
 
@@ -137,9 +137,10 @@ class ReturnLogitsContract(ModelContract):
             kwargs = dict(return_logits=True, mtp_isolated_loss=True, compute_mtp_loss=on)
             (model(**batch.forward_kwargs(), **kwargs) * weights_BSV).sum().backward()
             gradients[on] = grads_by_name(model)
-        outside = [n for n in gradients[on] if not is_mtp_param(n)]
-        assert [n for n in outside if not torch.equal(gradients[True][n], gradients[False][n])] == []
-        assert all(gradients[True][n].any() for n in gradients[True])
+        with_mtp, without = gradients[True], gradients[False]
+        outside = [n for n in without if not is_mtp_param(n)]
+        assert [n for n in outside if not torch.equal(with_mtp[n], without[n])] == []
+        assert all(gradient.any() for gradient in with_mtp.values())
 
     def test_a_normalizer_replaces_the_count_of_targets(self):
         """Mean mode weighs by 1 / N_k, N_k = 16 for both depths here; with n = 64 a quarter."""
@@ -201,4 +202,3 @@ def reference_gradients(model, batch: Batch, labels_BS, mask_BS) -> dict[str, to
         loss = loss + (token_losses_BS * mask_BS[:, k:]).sum() / mask_BS[:, k:].sum()
     (loss * model.config.mtp_loss_scaling_factor / depths).backward()
     return grads_by_name(model)
-

@@ -183,7 +183,9 @@ def _reduced(gradients: dict[str, torch.Tensor], group, average: bool) -> dict[s
     """Summed (or averaged) over the group in one exchange, as DDP does with a bucket."""
     flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
     dist.all_reduce(flat, group=group)
-    pieces = (flat / group.size() if average else flat).split([g.numel() for g in gradients.values()])
+    if average:
+        flat /= group.size()
+    pieces = flat.split([gradient.numel() for gradient in gradients.values()])
     return {n: piece.view_as(g) for (n, g), piece in zip(gradients.items(), pieces)}
 
 

@@ -1,8 +1,8 @@
 """Under context parallelism over 2 and 4 ranks every gradient is that of one rank, in float64.
 
-One torchrun launch per size computes all cases (`parity_worker.py`), and one more the same figures for
-the release below the series, to show what is repaired. With MTP_REPORT_DIR set, the worst figures
-per axis are written there as JSON and as a table.
+One torchrun launch per size computes all cases (`parity_worker.py`), and one more the same figures
+for the release below the series, to show what is repaired. With MTP_REPORT_DIR set, the worst
+figures per axis are written there as JSON and as a table.
 """
 
 import itertools
@@ -111,7 +111,8 @@ def _write_report(name: str, records: list[dict]) -> None:
     content = dict(worst=[dict(zip(("axis", "value", "mtp", "rest"), row)) for row in rows])
     (directory / f"parity-{name}.json").write_text(json.dumps(content | dict(cases=records)))
     lines = [f"{'axis':<14}{'value':<24}{'MTP':>10}{'others':>10}"]
-    lines += [f"{axis:<14}{value!s:<24}{mtp:>10.1e}{rest:>10.1e}" for axis, value, mtp, rest in rows]
+    for axis, value, mtp, rest in rows:
+        lines.append(f"{axis:<14}{value!s:<24}{mtp:>10.1e}{rest:>10.1e}")
     (directory / f"parity-{name}.txt").write_text("\n".join(lines) + "\n")
 
 

@@ -112,7 +112,7 @@ class TestGPTModelStages(ModelContract):
 
     @pytest.mark.parametrize("mode", ["train", "eval"])
     def test_a_standalone_stage_sends_the_same_shape_with_and_without_heads(self, mode):
-        """The next stage splits what it receives in 1 + D parts, whether they were needed or not."""
+        """The next stage splits what it receives in 1 + D parts, needed or not."""
         model, batch = self.build().train(mode == "train"), sampled_batch()
         model.post_process = False
         sent_SBH = model(**batch.forward_kwargs())
@@ -135,14 +135,11 @@ def heads_hidden_states(model, kwargs) -> torch.Tensor:
     """[(1 + D) s, b, h]: what the model's own block gives for these inputs, without a graph."""
     captured = []
     handle = model.mtp.register_forward_hook(lambda _module, _args, output: captured.append(output))
-    model(**inputs_with_labels(kwargs))
+    # Labels make the block run in eval mode too.
+    labels = kwargs["input_ids"] if kwargs["labels"] is None else kwargs["labels"]
+    model(**kwargs | dict(labels=labels))
     handle.remove()
     return captured[0].detach().clone()
-
-
-def inputs_with_labels(kwargs) -> dict:
-    """The same call with labels, which make the block run in eval mode too."""
-    return kwargs | dict(labels=kwargs["labels"] if kwargs["labels"] is not None else kwargs["input_ids"])
 
 
 def postprocess(model, hidden_SBH, kwargs) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """With default flags the series changes nothing: outputs, gradients and metrics to the last bit.
 
-One script records what a tree computes (`tests.support.recording`); it runs once on the patched tree
-and once on the release below the series, on one rank, unpadded, without ignored labels. What the
-series repairs lies outside of that, and has tests of its own.
+One script records what a tree computes (`tests.support.recording`); it runs once on the patched
+tree and once on the release below the series, on one rank, unpadded, without ignored labels. What
+the series repairs lies outside of that, and has tests of its own.
 """
 
 from pathlib import Path
