@@ -94,15 +94,11 @@ def _run_prefix(tree: Path, names: list[str], tests: list[str]) -> list[str]:
         if done.returncode:
             problems.append(f"import failed: {_tail(done, 1)}")
     if tests:
-        # The sdist's pyproject.toml would configure pytest for upstream's own suites.
-        options = (
-            "--disable-warnings",
-            "--import-mode=importlib",
-            "-c",
-            os.devnull,
-            "--rootdir",
-            str(tree),
-        )
+        # The sdist's pyproject.toml would configure pytest for upstream's own suites. Its tests/
+        # has no __init__.py, that of a Megatron-LM checkout has: name modules alike in both.
+        options = ["--disable-warnings", "--import-mode=importlib"]
+        options += ["-o", "consider_namespace_packages=true"]
+        options += ["-c", os.devnull, "--rootdir", str(tree)]
         done = _python(
             tree, env, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options, *tests
         )

@@ -35,7 +35,7 @@ def require_token_ids(name: str, tokens: Tensor) -> None:
 
 
 def require_mask_like(name: str, mask: Tensor, like_name: str, like: Tensor) -> None:
-    """Raise unless ``mask`` is a real-valued tensor of the shape of ``like``."""
+    """Raise unless ``mask`` is a bool or real-valued tensor of the shape of ``like``."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(mask).__name__}.")
     if mask.is_complex():
@@ -48,5 +48,5 @@ def require_same_shape(name: str, tensor: Tensor, like_name: str, like: Tensor) 
     if tensor.shape != like.shape:
         raise ValueError(
             f"{name} must have the shape of {like_name}, {tuple(like.shape)}, "
-            f"got {tuple(tensor.shape)}. Under context parallelism pass this rank's part of both."
+            f"got {tuple(tensor.shape)}."
         )

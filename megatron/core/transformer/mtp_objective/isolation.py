@@ -15,9 +15,11 @@ def is_isolated(config: TransformerConfig, override: Optional[bool] = None) -> b
     depth, the output layer's weight. Depth to depth stays connected.
 
     Args:
-        config: its ``mtp_detach_heads`` also holds with ``mtp_isolated_loss``.
-        override: ``mtp_isolated_loss`` of one forward call; None follows ``config``. A True here
-            isolates gradients only; clipping is isolated by the configuration, since gradient-norm
-            groups are fixed when the model is built.
+        config: ``mtp_isolated_loss`` or upstream's ``mtp_detach_heads``.
+        override: ``mtp_isolated_loss`` of one forward call; None follows ``config``. Given here
+            or set after the model was built, it isolates gradients only: gradient-norm groups,
+            which isolate clipping, are fixed by the configuration a model is built with.
     """
-    return config.mtp_detach_heads if override is None else bool(override)
+    if override is not None:
+        return bool(override)
+    return config.mtp_isolated_loss or config.mtp_detach_heads

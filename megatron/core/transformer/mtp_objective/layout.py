@@ -46,11 +46,6 @@ class SequenceLayout:
         """Ranks that share each sequence."""
         return 1 if self.cp_group is None else self.cp_group.size()
 
-    @property
-    def cp_rank(self) -> int:
-        """This rank's place among them."""
-        return 0 if self.cp_group is None else self.cp_group.rank()
-
     @classmethod
     def of(
         cls,
@@ -65,65 +60,73 @@ class SequenceLayout:
                 [1, t] for THD.
             packed_seq_params: sequence boundaries over **all** CP ranks, for THD.
                 ``cu_seqlens_q_padded`` says where sequences start when they are padded;
-                ``cu_seqlens_q`` says how many tokens of each are real. Its ``cp_group``, if set
-                (dynamic context parallelism), replaces the argument.
+                ``cu_seqlens_q`` says how many tokens of each are real. With dynamic context
+                parallelism its ``cp_group`` (or ``local_cp_size`` 1) replaces the argument.
             cp_group: context-parallel group, None or size 1 for none.
 
         Raises:
-            ValueError: ``cu_seqlens_q`` is missing, or a (padded) length is not a multiple of
-                2·cp, or a BSHD row does not split into two chunks.
+            ValueError: ``cu_seqlens_q`` is missing or no integer tensor [n + 1], or a (padded)
+                length is not a multiple of 2·cp, or a BSHD row does not split into two chunks.
         """
-        if packed_seq_params is not None and packed_seq_params.cp_group is not None:
-            cp_group = packed_seq_params.cp_group
-        if cp_group is not None and cp_group.size() == 1:
-            cp_group = None
+        cp_group = _effective_cp_group(packed_seq_params, cp_group)
         cp_size = 1 if cp_group is None else cp_group.size()
         if packed_seq_params is None:
-            lengths_N = starts_N = None
+            length_N, cu_padded = _row_bounds(tensor.size(-1), tensor.device, cp_size)
         else:
-            lengths_N, starts_N = _packed_bounds(packed_seq_params, tensor.device, cp_size)
-        return cls._build(tensor, lengths_N, starts_N, cp_group, cp_size)
-
-    @classmethod
-    def _build(cls, tensor, lengths_N, cu_padded, cp_group, cp_size) -> SequenceLayout:
-        local, device = tensor.size(-1), tensor.device
-        chunks_here = 1 if cp_size == 1 else 2
-        if lengths_N is None:
-            if local % chunks_here:
-                raise ValueError(
-                    f"Context parallelism needs an even number of local positions per row, "
-                    f"got {local}: pad each row to a multiple of 2·cp = {2 * cp_size}."
-                )
-            lengths_N = torch.full((1,), local * cp_size, device=device)
-            cu_padded = torch.cat([torch.zeros_like(lengths_N), lengths_N])
+            length_N, cu_padded = _packed_bounds(packed_seq_params, tensor.device, cp_size)
         cu_local = cu_padded // cp_size
-        index_T = torch.arange(local, device=device)
+        index_T = torch.arange(tensor.size(-1), device=tensor.device)
         sequence_T = torch.searchsorted(cu_local[1:].contiguous(), index_T, right=True)
-        sequence_T = sequence_T.clamp(max=lengths_N.numel() - 1)
+        sequence_T = sequence_T.clamp(max=length_N.numel() - 1)
         start_N = cu_local[:-1]
-        chunk_N = ((cu_local[1:] - start_N) // chunks_here).clamp(min=1)
-        offset_T = index_T - start_N[sequence_T]
-        if cp_size == 1:
-            position_T = offset_T
-        else:
-            rank, chunk_T = cp_group.rank(), chunk_N[sequence_T]
-            second_T = offset_T >= chunk_T
-            first_chunk = torch.where(second_T, 2 * cp_size - 1 - rank, rank)
-            position_T = first_chunk * chunk_T + offset_T - second_T * chunk_T
+        chunk_N = ((cu_local[1:] - start_N) // (1 if cp_size == 1 else 2)).clamp(min=1)
+        position_T = index_T - start_N[sequence_T]
+        if cp_size > 1:
+            first, second = zigzag_chunks(cp_size, cp_group.rank())
+            chunk_T = chunk_N[sequence_T]
+            in_second_T = position_T >= chunk_T
+            position_T = torch.where(
+                in_second_T, position_T + (second - 1) * chunk_T, position_T + first * chunk_T
+            )
             position_T = torch.where(index_T < cu_local[-1], position_T, 2 * cp_size * chunk_T)
-        return cls(cp_group, sequence_T, position_T, lengths_N, chunk_N, start_N)
+        return cls(cp_group, sequence_T, position_T, length_N, chunk_N, start_N)
 
 
-def _packed_bounds(params: PackedSeqParams, device: torch.device, cp_size: int):
-    """Real lengths [n] and padded cumulative lengths [n + 1], int64."""
-    real = params.cu_seqlens_q
-    if real is None:
+def zigzag_chunks(cp_size: int, cp_rank: int) -> tuple[int, int]:
+    """The chunks, of 2·cp per sequence, that a context-parallel rank owns, in its local order."""
+    return cp_rank, 2 * cp_size - 1 - cp_rank
+
+
+def _effective_cp_group(
+    params: Optional[PackedSeqParams], cp_group: Optional[torch.distributed.ProcessGroup]
+) -> Optional[torch.distributed.ProcessGroup]:
+    """The group that shares these sequences: that of dynamic context parallelism, if any."""
+    if params is not None and params.cp_group is not None:
+        cp_group = params.cp_group
+    elif params is not None and params.local_cp_size == 1:
+        cp_group = None
+    return None if cp_group is None or cp_group.size() == 1 else cp_group
+
+
+def _row_bounds(local: int, device: torch.device, cp_size: int) -> tuple[Tensor, Tensor]:
+    """Length [1] and cumulative lengths [2] of a row that is one sequence, int64."""
+    if cp_size > 1 and local % 2:
         raise ValueError(
-            "Packed sequences need packed_seq_params.cu_seqlens_q, got None: "
-            "pass the cumulative sequence lengths, int32 [n + 1]."
+            f"Context parallelism needs an even number of local positions per row, "
+            f"got {local}: pad each row to a multiple of 2·cp = {2 * cp_size}."
         )
-    padded = params.cu_seqlens_q_padded
+    length_N = torch.full((1,), local * cp_size, device=device)
+    return length_N, torch.cat([torch.zeros_like(length_N), length_N])
+
+
+def _packed_bounds(
+    params: PackedSeqParams, device: torch.device, cp_size: int
+) -> tuple[Tensor, Tensor]:
+    """Real lengths [n] and padded cumulative lengths [n + 1], int64."""
+    real, padded = params.cu_seqlens_q, params.cu_seqlens_q_padded
     padded = real if padded is None else padded
+    for name, value in (("cu_seqlens_q", real), ("cu_seqlens_q_padded", padded)):
+        _require_cumulative(name, value)
     if padded.shape != real.shape:
         raise ValueError(
             f"cu_seqlens_q_padded must have the shape of cu_seqlens_q, {tuple(real.shape)}, "
@@ -131,13 +134,25 @@ def _packed_bounds(params: PackedSeqParams, device: torch.device, cp_size: int):
         )
     real = real.to(device=device, dtype=torch.int64)
     padded = padded.to(device=device, dtype=torch.int64)
-    lengths_N, padded_N = real[1:] - real[:-1], padded[1:] - padded[:-1]
+    padded_N = padded[1:] - padded[:-1]
     if cp_size > 1:
         given = padded_N.tolist() if device.type == "cpu" else "(on the device)"
         require_condition(
             (padded_N % (2 * cp_size) == 0).all(),
             f"Context parallelism over {cp_size} ranks needs packed lengths that are multiples of "
             f"2·cp = {2 * cp_size}, got {given}: pad each sequence and pass "
-            f"packed_seq_params.cu_seqlens_q_padded.",
+            f"packed_seq_params.cu_seqlens_q_padded (a data loader that splits documents without "
+            f"padding them, as --dataloader-inter-document-masking does, cannot be used here).",
         )
-    return lengths_N, padded
+    return torch.minimum(real[1:] - real[:-1], padded_N), padded
+
+
+def _require_cumulative(name: str, value: Optional[Tensor]) -> None:
+    if not isinstance(value, Tensor) or value.dim() != 1 or value.numel() < 2:
+        shown = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            f"Packed sequences need packed_seq_params.{name}, the cumulative sequence lengths as "
+            f"an integer tensor [n + 1], n ≥ 1; got {shown if value is not None else None}."
+        )
+    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        raise ValueError(f"packed_seq_params.{name} must have an integer dtype, got {value.dtype}.")

@@ -15,24 +15,24 @@ The first two are upstream's at CP=1, in the same order of operations.
 from __future__ import annotations
 
 import math
+import numbers
 from typing import TYPE_CHECKING, Optional, Union
 
 import torch
 from torch import Tensor
 
 from megatron.core.transformer.mtp_objective.checks import require_condition
-from megatron.core.transformer.mtp_objective.targets import DepthTargets
+from megatron.core.transformer.mtp_objective.targets import MASK_MODES, DepthTargets
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 Normalizer = Union[Tensor, float, int]
-MASK_MODES = ("target", "path")
 NORMALIZATIONS = ("microbatch", "global")
 
 
 def check_normalization_config(config: TransformerConfig) -> None:
-    """Raise ``ValueError`` for an unknown mask mode or normalization, when a config is made."""
+    """Raise ``ValueError`` for an unknown mask mode or normalization."""
     for name, known in (
         ("mtp_loss_mask_mode", MASK_MODES),
         ("mtp_loss_normalization", NORMALIZATIONS),
@@ -79,7 +79,7 @@ def require_normalizer(normalizer: Optional[Normalizer], config: TransformerConf
             f"mtp_loss_normalizer must be finite and greater than zero, got {shown}: "
             f"pass a count of targets; clamp it to 1 where a batch has none.",
         )
-    elif isinstance(normalizer, (int, float)) and not isinstance(normalizer, bool):
+    elif isinstance(normalizer, numbers.Real) and not isinstance(normalizer, bool):
         if not 0 < normalizer < math.inf:
             raise ValueError(
                 f"mtp_loss_normalizer must be finite and greater than zero, got {normalizer}: "
@@ -113,7 +113,7 @@ def normalize_depth_loss(
     scale = config.mtp_loss_scaling_factor / config.mtp_num_layers
     if normalizer is not None:
         if isinstance(normalizer, Tensor):
-            normalizer = normalizer.to(masked_loss_BS.device).flatten()
+            normalizer = normalizer.detach().to(masked_loss_BS.device).flatten()
             normalizer = normalizer[depth if normalizer.numel() > 1 else 0]
         return scale * masked_loss_BS / normalizer
     if config.mtp_loss_normalization == "global":

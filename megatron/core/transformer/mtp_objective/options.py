@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.mtp_objective.isolation import is_isolated
-from megatron.core.transformer.mtp_objective.normalization import Normalizer, require_normalizer
+from megatron.core.transformer.mtp_objective.normalization import (
+    Normalizer,
+    check_normalization_config,
+    require_normalizer,
+)
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -36,6 +40,7 @@ class MTPOptions:
         cls,
         config: TransformerConfig,
         *,
+        has_heads: bool,
         training: bool,
         labels: Optional[Tensor],
         return_logits: bool = False,
@@ -44,13 +49,16 @@ class MTPOptions:
         mtp_loss_normalizer: Optional[Normalizer] = None,
         output_processor: Any = None,
     ) -> MTPOptions:
-        """Decide from the call and the configuration, alike on every pipeline stage.
+        """Decide from the call and the configuration.
 
-        MTP does no work whose result cannot be used: gradients are disabled, the caller or a
-        scaling factor of 0 switches it off, or a model in eval mode is asked for logits only.
+        MTP does no work whose result cannot be used: there are no heads, gradients are disabled,
+        the caller or a scaling factor of 0 switches it off, or a model in eval mode is asked for
+        logits only. The last does not count where the heads have a pipeline stage to themselves:
+        that stage may not see the labels, and must decide as the stage with the loss does.
 
         Args:
             config: the model's configuration.
+            has_heads: whether this stage, or one before it, holds an MTP block.
             training: ``model.training``.
             labels: the labels of the call, or None.
             return_logits: see the attribute.
@@ -71,13 +79,14 @@ class MTPOptions:
                 "or drop the output_processor."
             )
         active = bool(
-            config.mtp_num_layers
+            has_heads
             and config.mtp_loss_scaling_factor
             and compute_mtp_loss
             and torch.is_grad_enabled()
-            and (training or labels is not None)
+            and (training or labels is not None or config.mtp_standalone)
         )
         if active:
+            check_normalization_config(config)
             require_normalizer(mtp_loss_normalizer, config)
         return cls(
             active=active,
@@ -85,16 +94,3 @@ class MTPOptions:
             return_logits=return_logits,
             normalizer=mtp_loss_normalizer,
         )
-
-
-def skip_heads(hidden_states: Tensor, num_depths: int) -> Tensor:
-    """What a standalone MTP stage sends on when its heads do not run.
-
-    Args:
-        hidden_states: [s, b, h] of the decoder.
-        num_depths: D.
-
-    Returns:
-        [(1 + D) s, b, h], the shape the next pipeline stage splits; all but the first part unused.
-    """
-    return torch.cat([hidden_states] + [hidden_states.detach()] * num_depths, dim=0)

@@ -31,12 +31,12 @@ def shift_fields(
 
     Returns:
         One list per shift with one tensor per field, shapes and dtypes as given. Under context
-        parallelism the result is detached (token ids, masks and positions carry no gradient).
+        parallelism shifted fields are detached (token ids, masks and positions carry no gradient).
 
     Raises:
         ValueError: a negative shift, or a field whose last dimension is not the layout's.
     """
-    local = layout.position_T.numel()
+    local, shifts = layout.position_T.numel(), list(shifts)
     for field in fields:
         if field.size(-1) != local:
             raise ValueError(
@@ -44,12 +44,12 @@ def shift_fields(
                 f"dimension, got shape {tuple(field.shape)}."
             )
     if any(k < 0 for k in shifts):
-        raise ValueError(f"Shifts look ahead and must be ≥ 0, got {list(shifts)}.")
+        raise ValueError(f"Shifts look ahead and must be ≥ 0, got {shifts}.")
     reach = max(shifts, default=0)
     sources = list(fields)
     if layout.cp_group is not None and reach > 0:
         sources = [
-            torch.cat([field, halo], dim=-1)
+            torch.cat([field.detach(), halo], dim=-1)
             for field, halo in zip(fields, _exchange_chunk_heads(fields, reach, layout))
         ]
     shifted = []
@@ -100,7 +100,8 @@ def _source_index(k: int, reach: int, layout: SequenceLayout) -> tuple[Tensor, T
     local = sequence_T.numel()
     local_T = torch.arange(local, device=sequence_T.device) + k
     if layout.cp_group is None:
-        return local_T.clamp(max=local - 1), inside_T
+        # Boundaries may name more tokens than the row has.
+        return local_T.clamp(max=local - 1), inside_T & (local_T < local)
     cp = layout.cp_size
     chunk_T = layout.chunk_N[sequence_T]
     target_chunk_T = target_T // chunk_T

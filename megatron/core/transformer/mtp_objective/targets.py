@@ -4,7 +4,8 @@ Shape suffixes: B batch rows, S local positions (all of them at CP=1), D depths.
 
 Labels and masks are prediction-aligned: ``loss_mask[b, t]`` says whether predicting ``labels[b, t]``
 at position t counts. Depth k at position t is scored against ``labels[t + k]`` with
-``loss_mask[t + k]``, inside the same sequence.
+``loss_mask[t + k]``, inside the same sequence. Without labels, upstream's rule: labels are the next
+``input_ids``, and the mask is aligned with those ids and moves along.
 """
 
 from dataclasses import dataclass
@@ -25,16 +26,19 @@ from megatron.core.transformer.mtp_objective.shift import shift_fields
 IGNORED_LABEL = -100
 """A label that is never a target, as in ``torch.nn.functional.cross_entropy``."""
 
+MASK_MODES = ("target", "path")
+
 
 @dataclass(frozen=True)
 class DepthTargets:
     """Labels and masks of every depth with the counts that weigh them.
 
     Attributes:
-        labels_DBS: per depth, int64 [b, s]; 0 wherever nothing is supervised.
+        labels_DBS: per depth, [b, s] in the labels' dtype; 0 wherever nothing is supervised.
         masks_DBS: per depth, [b, s] in the caller's dtype.
         num_tokens: sum of the unshifted mask over the microbatch and the CP group (N_0).
-        num_targets_D: per depth, the sum of its mask over the same (N_k).
+        num_targets_D: per depth, the sum of its mask over the same (N_k). Sums have the mask's
+            dtype, but of 16-bit masks float32, in which counts are exact up to 2^24.
         cp_size: ranks that share each sequence.
     """
 
@@ -63,8 +67,8 @@ def depth_targets(
             -100.
         input_ids: int [b, s]; None is allowed when labels are given.
         num_depths: D ≥ 1.
-        mask_mode: "target": depth k at t counts if target t + k does; "path": only if all of
-            t … t + k do.
+        mask_mode: one of ``MASK_MODES``. "target": depth k at t counts if target t + k does;
+            "path": only if all of t … t + k do.
         packed_seq_params: boundaries of packed sequences.
         cp_group: context-parallel group that shares the sequences.
 
@@ -73,8 +77,13 @@ def depth_targets(
 
     Raises:
         TypeError: labels that are not integers, a mask that is not real-valued.
-        ValueError: shapes that differ.
+        ValueError: shapes that differ, an unknown mask mode, lengths that context parallelism
+            cannot split.
     """
+    if mask_mode not in MASK_MODES:
+        raise ValueError(
+            f"mtp_loss_mask_mode must be one of {', '.join(MASK_MODES)}, got {mask_mode!r}."
+        )
     derived = labels is None
     if derived:
         if input_ids is None:
@@ -92,6 +101,9 @@ def depth_targets(
         loss_mask = loss_mask.masked_fill(labels == IGNORED_LABEL, 0)
 
     layout = SequenceLayout.of(labels, packed_seq_params, cp_group)
+    if packed_seq_params is not None:
+        padding_T = layout.position_T >= layout.length_N[layout.sequence_T]
+        loss_mask = loss_mask.masked_fill(padding_T, 0)
     first = 1 if derived else 0
     shifted = shift_fields([labels, loss_mask], range(first, first + num_depths + 1), layout)
     masks = [mask for _, mask in shifted]
@@ -100,7 +112,8 @@ def depth_targets(
     labels_D = [
         label.masked_fill(mask == 0, 0) for (label, _), mask in zip(shifted[1:], masks[1:])
     ]
-    counts = torch.stack([mask.sum() for mask in masks])
+    half = loss_mask.is_floating_point() and loss_mask.element_size() < 4
+    counts = torch.stack([mask.sum(dtype=torch.float32 if half else None) for mask in masks])
     if layout.cp_group is not None:
         torch.distributed.all_reduce(counts, group=layout.cp_group)
     return DepthTargets(labels_D, masks[1:], counts[0], list(counts[1:]), layout.cp_size)

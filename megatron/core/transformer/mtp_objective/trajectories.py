@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.mtp_objective.checks import require_mask_like, require_token_ids
-from megatron.core.transformer.mtp_objective.layout import SequenceLayout
+from megatron.core.transformer.mtp_objective.layout import SequenceLayout, zigzag_chunks
 from megatron.core.transformer.mtp_objective.shift import shift_fields
 from megatron.core.transformer.mtp_objective.targets import IGNORED_LABEL
 
@@ -136,7 +136,9 @@ def pack_trajectories(
     return PackedTrajectories(*fields, packed_seq_params=params)
 
 
-def _packed_seq_params(lengths: list[int], padded: list[int], device) -> PackedSeqParams:
+def _packed_seq_params(
+    lengths: list[int], padded: list[int], device: torch.device
+) -> PackedSeqParams:
     def cumulative(values):
         ends = torch.tensor([0] + values, dtype=torch.int32, device=device)
         return ends.cumsum(0, dtype=torch.int32)
@@ -153,13 +155,15 @@ def _packed_seq_params(lengths: list[int], padded: list[int], device) -> PackedS
     )
 
 
-def _zigzag_indices(starts, padded, cp_size: int, cp_rank: int, device) -> Tensor:
+def _zigzag_indices(
+    starts: list[int], padded: list[int], cp_size: int, cp_rank: int, device: torch.device
+) -> Tensor:
     """Global indices of the tokens ``cp_rank`` owns, in its local order."""
     if cp_size == 1:
         return torch.arange(sum(padded), device=device)
     parts = []
     for start, length in zip(starts, padded):
         chunk = length // (2 * cp_size)
-        for part in (cp_rank, 2 * cp_size - 1 - cp_rank):
+        for part in zigzag_chunks(cp_size, cp_rank):
             parts.append(torch.arange(chunk, device=device) + start + part * chunk)
     return torch.cat(parts)
