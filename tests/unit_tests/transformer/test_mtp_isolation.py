@@ -219,6 +219,13 @@ def test_without_the_field_nothing_is_detached():
     assert not any(hasattr(p, "grad_norm_group") for p in model.parameters())
 
 
+def test_a_config_changed_after_the_model_was_built_isolates_too():
+    model = build_model(spec_of())
+    model.config.mtp_isolated_loss = True
+    gradients = step_gradients(model, batch_of(), main_weight=0.0)
+    assert nonzero(gradients) == mtp_names(gradients)
+
+
 def test_a_config_without_heads_refuses_to_isolate_them(groups):
     spec = spec_of(depths=0, mtp_isolated_loss=True)
     with pytest.raises(ValueError, match="mtp_num_layers is None: set mtp_num_layers or drop mtp"):

@@ -6,6 +6,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -194,6 +195,17 @@ def row(batch, b):
 def test_a_bad_normalizer_is_refused(normalizer, error, text):
     with pytest.raises(error, match=f"^mtp_loss_normalizer must .*{text}"):
         require_normalizer(normalizer, mtp_config(2))
+
+
+def test_numbers_of_numpy_are_numbers():
+    require_normalizer(np.int64(3), mtp_config(2))
+    require_normalizer(np.float32(2.5), mtp_config(2))
+
+
+def test_a_normalizer_is_a_constant_of_the_objective():
+    normalizer = torch.tensor([8.0, 7.0], requires_grad=True)
+    hidden, _ = gradients(bshd_batch(), mtp_config(), normalizer)
+    assert hidden.abs().sum() > 0 and normalizer.grad is None
 
 
 def test_global_weighting_of_a_mean_needs_a_normalizer():

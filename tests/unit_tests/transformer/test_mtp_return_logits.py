@@ -1,5 +1,7 @@
 """GPTModel: logits with external labels, heads that do not run in vain, and bad input."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -19,6 +21,8 @@ from tests.support.contract_calls import CallContract
 from tests.support.contract_skips import SkippedHeadsContract, calls_of
 
 prepare()
+
+from megatron.core.transformer.mtp_objective.options import MTPOptions
 
 
 class TestGPTModelReturnsLogits(ReturnLogitsContract):
@@ -66,6 +70,12 @@ class TestGPTModelWithoutABlock(ModelContract):
             assert torch.equal(model(**batch.forward_kwargs()), wanted_BS)
         assert wanted_BSV.shape == (2, 16, VOCABULARY)
         assert tracker() == {}
+
+
+    def test_a_weighting_that_needs_a_normalizer_needs_none_without_heads(self):
+        model, batch = self.build(mtp_num_layers=0), sampled_batch()
+        model.config.mtp_num_layers, model.config.mtp_loss_normalization = 2, "global"
+        assert model(**batch.forward_kwargs(), return_logits=True).shape == (2, 16, VOCABULARY)
 
 
 class TestGPTModelStages(ModelContract):
@@ -163,3 +173,13 @@ def postprocess(model, hidden_SBH, kwargs) -> torch.Tensor:
         output_processor=None,
         output_processor_context=None,
     )
+
+    @pytest.mark.parametrize("training", [False, True])
+    def test_a_stage_of_heads_decides_without_the_labels_that_only_the_last_stage_sees(
+        self, training
+    ):
+        config = self.build().config
+        config.mtp_standalone = True
+        decide = partial(MTPOptions.resolve, config, has_heads=True, training=training)
+        labels = torch.ones(1, 4, dtype=torch.int64)
+        assert decide(labels=None).active and decide(labels=labels).active

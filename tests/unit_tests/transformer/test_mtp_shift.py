@@ -1,6 +1,6 @@
 """The shift of the MTP objective, against plain lists, in one process.
 
-Context-parallel ranks are in ``test_mtp_shift_ranks.py``.
+Context-parallel ranks are in ``test_mtp_shift_ranks.py``, layouts in ``test_mtp_shift_layout.py``.
 
     python -m pytest tests/unit_tests/transformer/test_mtp_shift.py
 """
@@ -15,7 +15,6 @@ from tests.support.rows import PackedRow, draw_row, packed_seq_params, supervise
 
 prepare()
 
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.mtp_objective.layout import SequenceLayout
 from megatron.core.transformer.mtp_objective.shift import shift_fields
 from megatron.core.transformer.multi_token_prediction import roll_tensor
@@ -30,19 +29,6 @@ def tensor(values, dtype=torch.int64):
 def row_of(values, dtype=torch.int64):
     """[1, t]"""
     return tensor([values], dtype)
-
-
-class GroupOf:
-    """Size and rank of a context-parallel group, for what needs no communication."""
-
-    def __init__(self, size: int, rank: int = 0):
-        self._size, self._rank = size, rank
-
-    def size(self):
-        return self._size
-
-    def rank(self):
-        return self._rank
 
 
 @pytest.mark.parametrize("case", PACKED_TARGETS, ids=lambda case: case.name)
@@ -144,64 +130,10 @@ def test_the_packed_roll_refuses_what_upstream_refuses(arguments, message):
         roll_tensor(row_of([10, 11]), packed_seq_params=packed_seq_params([0, 2]), **arguments)
 
 
-@pytest.mark.parametrize("cp", [1, 2, 4])
-def test_a_layout_places_local_tokens_where_the_zigzag_order_says(cp):
-    places = [8, 16, 8]
-    starts = [0, 8, 24, 32]
-    params = packed_seq_params([0, 5, 19, 20], starts)
-    for rank in range(cp):
-        owned = zigzag_indices(32, cp, rank, starts)
-        layout = SequenceLayout.of(row_of(owned), params, GroupOf(cp, rank))
-        sequences = layout.sequence_T.tolist()
-        assert [starts[n] + p for n, p in zip(sequences, layout.position_T.tolist())] == owned
-        assert layout.length_N.tolist() == [5, 14, 1]
-        assert layout.chunk_N.tolist() == [p if cp == 1 else p // (2 * cp) for p in places]
-        assert (layout.cp_size, layout.cp_rank) == (cp, rank)
-
-
-def test_a_context_parallel_group_in_the_packed_parameters_replaces_the_argument():
-    params = packed_seq_params([0, 8])
-    params.cp_group = GroupOf(2, rank=1)
-    layout = SequenceLayout.of(row_of([2, 3, 4, 5]), params, GroupOf(4))
-    assert layout.position_T.tolist() == [2, 3, 4, 5]
-
-
-def test_no_value_of_a_batch_is_read_on_the_host():
-    # A meta tensor has no values: any read of one raises.
-    ids = torch.empty(1, 12, dtype=torch.int64, device="meta")
-    params = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=torch.empty(3, dtype=torch.int32, device="meta"),
-        cu_seqlens_q_padded=torch.empty(3, dtype=torch.int32, device="meta"),
-    )
-    shifted = shift_fields([ids], [1, 2], SequenceLayout.of(ids, params))
-    assert [fields[0].shape for fields in shifted] == [(1, 12), (1, 12)]
-
-
-def test_packed_parameters_without_cu_seqlens_q_are_refused():
-    with pytest.raises(ValueError, match=r"need packed_seq_params.cu_seqlens_q, got None: pass"):
-        SequenceLayout.of(row_of([10, 11]), PackedSeqParams(qkv_format="thd"))
-
-
-def test_padded_boundaries_of_another_number_of_sequences_are_refused():
-    with pytest.raises(ValueError, match=r"shape of cu_seqlens_q, \(3,\), got \(2,\)"):
-        SequenceLayout.of(row_of([10, 11, 20]), packed_seq_params([0, 2, 3], [0, 3]))
-
-
-@pytest.mark.parametrize("padded", [None, [0, 7, 12]], ids=["unpadded", "padded"])
-def test_packed_lengths_that_context_parallelism_cannot_split_are_refused(padded):
-    params = packed_seq_params([0, 7, 12], padded)
-    expected = (
-        r"over 2 ranks needs packed lengths that are multiples of 2·cp = 4, got \[7, 5\]: "
-        r"pad each sequence and pass packed_seq_params.cu_seqlens_q_padded"
-    )
-    with pytest.raises(ValueError, match=expected):
-        SequenceLayout.of(row_of([0] * 6), params, GroupOf(2))
-
-
-def test_an_odd_number_of_local_positions_is_refused_under_context_parallelism():
-    with pytest.raises(ValueError, match=r"even number.*got 3: pad each row.*2·cp = 8"):
-        SequenceLayout.of(row_of([10, 11, 12]), cp_group=GroupOf(4))
+def test_shifts_may_come_from_an_iterator():
+    ids = row_of([10, 11, 12])
+    shifted = shift_fields([ids], iter((1, 2)), SequenceLayout.of(ids))
+    assert [fields[0][0].tolist() for fields in shifted] == [[11, 12, 0], [12, 0, 0]]
 
 
 def test_a_negative_shift_is_refused():

@@ -98,6 +98,24 @@ def test_path_mode_keeps_the_weight_of_the_target():
     assert counts(targets) == [3.75, 2.25, 2.0]
 
 
+def test_an_unknown_mask_mode_is_refused():
+    with pytest.raises(ValueError, match="must be one of target, path, got 'Path'"):
+        depth_targets(row_of(LABELS), None, None, 2, mask_mode="Path")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_masks_of_16_bits_are_counted_exactly(dtype):
+    # 303 rounds to 304 in bfloat16; 70000 is beyond the largest float16.
+    for length in (304, 70001):
+        targets = depth_targets(row_of([1] * length), row_of([1] * length, dtype), None, 1)
+        assert counts(targets) == [length, length - 1]
+
+
+def test_padding_between_packed_sequences_is_no_token_without_a_mask():
+    params = packed_seq_params([0, 5, 8], [0, 8, 12])
+    assert counts(depth_targets(row_of([1] * 12), None, None, 1, packed_seq_params=params)) == [8, 6]
+
+
 def test_path_mode_stops_at_a_sequence_boundary():
     params = packed_seq_params([0, 3, 5], [0, 4, 8])
     labels = row_of([11, 12, -100, -100, 21, -100, -100, -100])
