@@ -1,7 +1,6 @@
 """`check`: every way in which pin, patches, added files and upstream could have drifted apart."""
 
 import tempfile
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from forklib import prefixes, sdist, series
@@ -9,30 +8,11 @@ from forklib.errors import ForkError
 from forklib.export import rebuild
 from forklib.git import Repo, blob_id
 from forklib.project import Project
+from forklib.report import Report
 
 HOOK_AIM = 50
 _TRAILERS = ("Upstream", "Remove-when", "Tests")
 _ADDABLE = ("megatron/", "tests/")
-
-
-@dataclass
-class Report:
-    """What the checks found.
-
-    Args:
-        failures: each makes the run fail.
-        warnings: worth a look, no failure.
-    """
-
-    failures: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-
-    def step(self, name: str, found: list[str]) -> None:
-        """Records one check and shows how it went."""
-        print(f"{'FAIL' if found else ' ok '} {name}", flush=True)
-        for line in found:
-            print(f"     {line}")
-        self.failures += found
 
 
 def run(project: Project, run_tests: bool = True, only: str | None = None) -> Report:

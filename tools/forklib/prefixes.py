@@ -9,13 +9,10 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from forklib import native, series
 from forklib.git import Repo
-
-if TYPE_CHECKING:
-    from forklib.check import Report
+from forklib.report import Report
 
 _IMPORT = """
 import importlib, sys

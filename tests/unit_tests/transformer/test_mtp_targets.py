@@ -1,4 +1,4 @@
-"""What each MTP depth is scored against, and which rows reach the head.
+"""What each MTP depth is scored against.
 
     python -m pytest tests/unit_tests/transformer/test_mtp_targets.py
 """
@@ -20,7 +20,6 @@ from tests.support.rows import packed_seq_params, supervised_counts
 
 prepare()
 
-from megatron.core.transformer.mtp_objective.masking import drop_unsupervised_rows
 from megatron.core.transformer.mtp_objective.targets import depth_targets
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -184,39 +183,6 @@ IDS, MASK = torch.tensor([[10, 11, 12]]), torch.tensor([[1, 1, 1]])
 def test_labels_and_masks_of_the_wrong_dtype_or_shape_are_refused(labels, mask, error, text):
     with pytest.raises(error, match=text):
         depth_targets(labels, mask, IDS, 2)
-
-
-def test_a_kept_row_passes_to_the_bit_and_a_dropped_one_becomes_zero_both_ways():
-    hidden_SBH = torch.randn(4, 2, 3, dtype=torch.float64, device=device())
-    hidden_SBH[2, 0] = float("nan")
-    hidden_SBH.requires_grad_()
-    mask_BS = torch.tensor([[1.0, 0.5, 0.0, 1.0], [0.0, 1.0, 1.0, 0.0]], device=device())
-    kept_SBH = drop_unsupervised_rows(hidden_SBH, mask_BS)
-    is_kept_SB = (mask_BS != 0).T
-    assert torch.equal(kept_SBH[is_kept_SB], hidden_SBH[is_kept_SB])
-    assert torch.equal(kept_SBH[~is_kept_SB], torch.zeros_like(kept_SBH[~is_kept_SB]))
-    torch.autograd.backward(kept_SBH, torch.full_like(kept_SBH, float("inf")))
-    assert torch.equal(hidden_SBH.grad.isinf(), is_kept_SB[..., None].expand_as(hidden_SBH))
-    assert (hidden_SBH.grad[~is_kept_SB] == 0).all()
-
-
-def sharded_rows():
-    """Rows kept on this rank of a tensor-parallel pair, and what a wrong mask is told."""
-    with parallel_world(tp=2) as groups:
-        hidden_SBH = torch.ones(3, 1, 2, device=device()) * (10 + 10 * groups.tp.rank())
-        kept = drop_unsupervised_rows(hidden_SBH, row_of([1, 0, 1, 0, 1, 1]), groups.tp)
-        try:
-            drop_unsupervised_rows(hidden_SBH, row_of([1, 0, 1, 0, 1]), groups.tp)
-            text = "accepted"
-        except ValueError as error:
-            text = str(error)
-        return kept[:, 0, 0].tolist(), text
-
-
-def test_sequence_parallel_ranks_drop_their_own_rows_and_refuse_another_number_of_them():
-    (first, text), (second, _) = run_ranks(sharded_rows, 2)
-    assert (first, second) == ([10, 0, 10], [0, 20, 20])
-    assert "hold 3 rows on each of 2 tensor-parallel ranks, the loss mask 5: pass labels" in text
 
 
 def all_targets(cp=1, group=None):
