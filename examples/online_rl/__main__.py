@@ -117,6 +117,8 @@ def _missing() -> str | None:
     for name in ("torch", "reasoning_gym", "matplotlib", "tqdm", "megatron", "megatron.core"):
         if (found := importlib.util.find_spec(name)) is None:
             return f"{name} is not installed"
+    if found.origin is None:  # this repository's own megatron/ folder holds the added files alone
+        return "Megatron is not on the path (run make demo, or set PYTHONPATH=.:build/tree)"
     if not (Path(found.origin).parent / "transformer" / "mtp_objective").is_dir():
         return f"{found.origin} is Megatron without the patches"
     return None

@@ -15,8 +15,9 @@ def python_problem(version, executable="this interpreter"):
     if tuple(version[:2]) >= MINIMUM:
         return None
     return (
-        "Megatron-Core needs Python >= 3.12, but {} is Python {}.{}. Run `make`, which looks for a"
-        " newer one, or name it: make PYTHON=/path/to/python3.12 ...".format(
+        "Megatron-Core needs Python >= 3.12, but {} is Python {}.{}. `make` looks for a newer one"
+        " (make PYTHON=/path/to/python3.12 names it); for a command of your own put one in front:"
+        " .venv/bin/python tools/fork.py ..., python3.12 -m pip install .".format(
             executable, version[0], version[1]
         )
     )

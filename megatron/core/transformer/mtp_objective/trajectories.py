@@ -17,7 +17,11 @@ import torch
 from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.mtp_objective.checks import require_mask_like, require_token_ids
+from megatron.core.transformer.mtp_objective.checks import (
+    require_condition,
+    require_mask_like,
+    require_token_ids,
+)
 from megatron.core.transformer.mtp_objective.layout import SequenceLayout, zigzag_chunks
 from megatron.core.transformer.mtp_objective.shift import shift_fields
 from megatron.core.transformer.mtp_objective.targets import IGNORED_LABEL
@@ -46,11 +50,14 @@ def prediction_aligned_targets(
 
     Raises:
         TypeError: tokens that are not integers, a mask that is not real-valued.
-        ValueError: shapes that differ; lengths that context parallelism cannot split.
+        ValueError: shapes that differ; packed sequences that the row does not hold, or several
+            packed rows; lengths that context parallelism cannot split.
     """
     require_token_ids("tokens", tokens)
     require_mask_like("token_mask", token_mask, "tokens", tokens)
     layout = SequenceLayout.of(tokens, packed_seq_params, cp_group)
+    if packed_seq_params is not None:
+        _require_packed_row(tokens, packed_seq_params, layout.cp_size)
     exists = torch.ones_like(tokens, dtype=torch.bool)
     labels, loss_mask, exists = shift_fields([tokens.long(), token_mask, exists], [1], layout)[0]
     return labels.masked_fill(~exists, IGNORED_LABEL), loss_mask
@@ -95,10 +102,16 @@ def pack_trajectories(
         pad_token: id that fills the padding.
 
     Raises:
-        TypeError: tokens that are not integers.
+        TypeError: tokens that are not integers, or one tensor instead of a list of them.
         ValueError: no trajectory, or one that is not one-dimensional, or masks that do not fit the
             tokens, or a rank outside ``cp_size``, or a multiple below 1.
     """
+    for name, given in (("tokens", tokens), ("token_masks", token_masks)):
+        if isinstance(given, Tensor):
+            raise TypeError(
+                f"{name} must be a list with one tensor [length] per trajectory, got a tensor "
+                f"{tuple(given.shape)}: pass list({name}) or unpad the rows first."
+            )
     if not tokens or len(tokens) != len(token_masks):
         raise ValueError(
             f"pack_trajectories needs at least one trajectory and one mask for each, got "
@@ -134,6 +147,20 @@ def pack_trajectories(
     own = _zigzag_indices(starts, padded, cp_size, cp_rank, device)
     fields = (field[:, own] for field in (row, position_ids, labels, loss_mask))
     return PackedTrajectories(*fields, packed_seq_params=params)
+
+
+def _require_packed_row(tokens: Tensor, params: PackedSeqParams, cp_size: int) -> None:
+    """Boundaries of more tokens than the row holds mean that ``cp_group`` was forgotten."""
+    if tokens.dim() != 2 or tokens.size(0) != 1:
+        raise ValueError(f"Packed tokens must be one row [1, t], got {tuple(tokens.shape)}.")
+    padded = params.cu_seqlens_q_padded
+    last = (params.cu_seqlens_q if padded is None else padded)[-1]
+    shown = int(last) if last.device.type == "cpu" else "more"
+    require_condition(
+        last <= tokens.size(1) * cp_size,
+        f"The packed sequences end at token {shown}, but {cp_size} context-parallel rank(s) with "
+        f"{tokens.size(1)} tokens each hold fewer: pass cp_group with one rank's part of a row.",
+    )
 
 
 def _packed_seq_params(
