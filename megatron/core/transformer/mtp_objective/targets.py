@@ -35,7 +35,8 @@ class DepthTargets:
 
     Attributes:
         labels_DBS: per depth, [b, s] in the labels' dtype; 0 wherever nothing is supervised.
-        masks_DBS: per depth, [b, s] in the caller's dtype.
+        mask_BS: the unshifted mask, [b, s] in the caller's dtype.
+        masks_DBS: per depth, the same shifted.
         num_tokens: sum of the unshifted mask over the microbatch and the CP group (N_0).
         num_targets_D: per depth, the sum of its mask over the same (N_k). Sums have the mask's
             dtype, but of 16-bit masks float32, in which counts are exact up to 2^24.
@@ -43,6 +44,7 @@ class DepthTargets:
     """
 
     labels_DBS: list[Tensor]
+    mask_BS: Tensor
     masks_DBS: list[Tensor]
     num_tokens: Tensor
     num_targets_D: list[Tensor]
@@ -116,7 +118,9 @@ def depth_targets(
     counts = torch.stack([mask.sum(dtype=torch.float32 if half else None) for mask in masks])
     if layout.cp_group is not None:
         torch.distributed.all_reduce(counts, group=layout.cp_group)
-    return DepthTargets(labels_D, masks[1:], counts[0], list(counts[1:]), layout.cp_size)
+    return DepthTargets(
+        labels_D, masks[0], masks[1:], counts[0], list(counts[1:]), layout.cp_size
+    )
 
 
 def _whole_path(masks: list[Tensor]) -> list[Tensor]:
