@@ -89,11 +89,13 @@ class ReferenceAttention(MegatronModule):
         Returns:
             [s, b, h * d], or packed [t, 1, h * d].
         """
+        cp_group = self.cp_group
         if packed_seq_params is not None:
             query, key, value = (rows.unsqueeze(1) for rows in (query, key, value))
-        rows = _Rows.of(query, key, packed_seq_params, self.cp_group)
-        if self.cp_group.size() > 1:
-            key, value = (_GatherRows.apply(part, self.cp_group) for part in (key, value))
+            cp_group = packed_seq_params.cp_group or cp_group  # dynamic context parallelism
+        rows = _Rows.of(query, key, packed_seq_params, cp_group)
+        if cp_group.size() > 1:
+            key, value = (_GatherRows.apply(part, cp_group) for part in (key, value))
         repeats = query.size(2) // key.size(2)
         key, value = (part.repeat_interleave(repeats, dim=2) for part in (key, value))
         scores_BHQK = torch.einsum("qbhd,kbhd->bhqk", query, key) * self.scale

@@ -69,12 +69,13 @@ def build_model(spec: ModelSpec, pg_collection: Any = None, vp_stage: int | None
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     config = build_config(spec, pg_collection)
     stages, stage = pg_collection.pp.size(), pg_collection.pp.rank()
+    chunks, chunk = config.virtual_pipeline_model_parallel_size or 1, vp_stage or 0
     common = dict(
         config=config,
         vocab_size=spec.vocab_size,
         max_sequence_length=spec.max_sequence_length,
-        pre_process=stage == 0,
-        post_process=stage == stages - 1,
+        pre_process=stage == 0 and chunk == 0,
+        post_process=stage == stages - 1 and chunk == chunks - 1,
         share_embeddings_and_output_weights=spec.tied,
         position_embedding_type="rope",
         pg_collection=pg_collection,

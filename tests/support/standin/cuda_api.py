@@ -85,6 +85,7 @@ def _install_streams() -> None:
 def _install_tensor_methods() -> None:
     replace(torch.Tensor, "cuda", lambda _original, self, *args, **kwargs: self)
     replace(torch.nn.Module, "cuda", lambda _original, self, *args, **kwargs: self)
+    replace(torch.Tensor, "record_stream", lambda _original, self, stream: None)
     replace(torch.Tensor, "type", _cuda_type_name)
 
 

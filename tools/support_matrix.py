@@ -1,0 +1,131 @@
+"""Write docs/support-matrix.md from the tests that carry a claim (`tests.support.claims`).
+
+    python tools/support_matrix.py [--check]
+
+Collects the tests without running them: a row of the matrix is a parameter set of a test that
+`make test` runs. ``--check`` writes nothing and fails if the committed file is not up to date. The
+environment is that of the tests: megatron.core and this repository on the path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "docs" / "support-matrix.md"
+TESTS = ROOT / "tests" / "unit_tests" / "transformer"
+HEAD = """\
+# What was compared, and where
+
+Written by `python tools/support_matrix.py` from the parameters of the tests named below; edit those.
+`make test` runs every combination. "Agrees" bounds the relative difference of every parameter's
+gradient from that of one rank that holds the whole model and batch: the test fails above the figure.
+"a / b × c / d" means all four. A layout such as `Et|tmm|L` is Megatron's: E embedding, t layer, m head,
+L loss, one stage between bars. Nothing here has been run over NCCL or with Transformer Engine.
+"""
+TABLE = "| combination | result | run on | test |\n|---|---|---|---|\n"
+FOOT = """
+## Not in the tables
+
+- 1F1B expert overlap: one depth, `GPTModel`, no packed sequences, no full recompute; the release
+  refuses the rest, and `HybridModel` has no schedule plan. With a standalone stage of heads: not run.
+- Dynamic context parallel: the release's rotary embedding ignores `packed_seq_params.cp_group`, heads
+  or not. The tests hand the group to the attention modules.
+- Two interleaved stages need `overlap_p2p_comm` without `batch_p2p_comm`, as the release's argument
+  parser demands; without them the decoder's gradients are wrong over gloo.
+- Experts split over tensor-parallel ranks as well (`expert_tensor_parallel_size` above 1) gather parts
+  of unequal size, which gloo cannot.
+- Selective recompute of `mlp` with biases recurses in the release's local layer spec.
+- A frozen backbone in a pipeline; `padding_mask` in the heads of `HybridModel`, which the release does
+  not pass on: not run.
+"""
+
+
+class Claims:
+    """A pytest plugin that collects claims.
+
+    Attributes:
+        tests: {(axis, file, test): (claim, [the ids of each parameter set])}, in test order.
+        errors: Modules that could not be collected.
+    """
+
+    def __init__(self) -> None:
+        self.tests: dict[tuple[str, str, str], tuple] = {}
+        self.errors: list[str] = []
+
+    def pytest_collectreport(self, report) -> None:
+        if report.failed:
+            self.errors.append(f"{report.nodeid}: {report.longrepr}")
+
+    def pytest_collection_modifyitems(self, items) -> None:
+        for item in items:
+            function = getattr(item, "function", None)
+            claim = getattr(function, "supports", None)
+            if claim is not None:
+                key = claim.axis, item.path.name, function.__name__
+                ids = tuple(item.callspec._idlist) if hasattr(item, "callspec") else ()
+                self.tests.setdefault(key, (claim, []))[1].append(ids)
+
+
+def combinations(name: str, sets: list[tuple[str, ...]]) -> list[str]:
+    """The parameter sets of one test in words, one cell each.
+
+    Several parameters that are combined in every way make one cell, "a, b × c, d".
+    """
+    if not sets[0]:
+        return [name.removeprefix("test_").replace("_", " ")]
+    values = [list(dict.fromkeys(column)) for column in zip(*sets)]
+    if len(values) > 1 and set(itertools.product(*values)) == set(sets):
+        return [" × ".join(" / ".join(column) for column in values)]
+    return [", ".join(ids) for ids in sets]
+
+
+def render(claims: Claims) -> str:
+    """The whole file."""
+    sections: dict[str, list[str]] = collections.defaultdict(list)
+    for (axis, file, name), (claim, sets) in sorted(claims.tests.items(), key=lambda t: t[0][:2]):
+        for words in combinations(name, sets):
+            cells = words.replace("|", "\\|"), claim.result, claim.where, f"`{file}`"
+            sections[axis].append(f"| {' | '.join(cells)} |\n")
+    parts = [HEAD]
+    for axis, rows in sections.items():
+        parts += [f"\n## {axis}\n\n", TABLE, *rows]
+    return "".join([*parts, FOOT])
+
+
+def collect() -> Claims:
+    """Collect all tests of the series.
+
+    Raises:
+        RuntimeError: A test module cannot be imported.
+    """
+    claims = Claims()
+    arguments = ["--collect-only", "-qqq", "-p", "no:cacheprovider", "--no-header"]
+    pytest.main([*arguments, f"--rootdir={ROOT}", str(TESTS)], plugins=[claims])
+    if claims.errors:
+        raise RuntimeError("support_matrix: cannot collect\n" + "\n".join(claims.errors))
+    return claims
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="fail if the file is not up to date")
+    check = parser.parse_args().check
+    text = render(collect())
+    if not check:
+        TARGET.write_text(text)
+        return 0
+    if not TARGET.exists() or TARGET.read_text() != text:
+        print(f"{TARGET.name} is not up to date: run python tools/support_matrix.py")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
