@@ -15,6 +15,7 @@ import torch
 
 from tests.support import checkpoints, parallel_world, prepare, run_ranks
 from tests.support.checkpoints import Setting, resume, rewrite, write
+from tests.support.claims import supports
 from tests.support.unpatched import NoUnpatchedTree, run_in_tree, unpatched_tree
 
 prepare()
@@ -55,6 +56,7 @@ def ranks(sizes: dict) -> int:
     return max(sizes.values(), default=1)
 
 
+@supports("Checkpoints", equal="what was saved", ranks="1 to 4", dtype="float32 and bfloat16")
 @pytest.mark.parametrize("name, optimizer", CASES)
 def test_resharding_keeps_every_tensor_of_model_and_optimizer(tmp_path, name, optimizer):
     before, after = RESHARDINGS[name]
@@ -66,7 +68,12 @@ def test_resharding_keeps_every_tensor_of_model_and_optimizer(tmp_path, name, op
     assert differing(tmp_path / "first", tmp_path / "second") == []
 
 
-@pytest.mark.parametrize("before, after", [({}, dict(ep=2)), (dict(ep=2), {})])
+@supports("Checkpoints", equal="what was saved", ranks=2, dtype="float32")
+@pytest.mark.parametrize(
+    "before, after",
+    [({}, dict(ep=2)), (dict(ep=2), {})],
+    ids=["weights alone, ep 1 to 2", "weights alone, ep 2 to 1"],
+)
 def test_weights_reshard_from_and_to_one_expert_parallel_rank(tmp_path, before, after):
     setting = Setting(num_experts=4, weights_only=True)
     run_ranks(write, ranks(before), setting, tmp_path / "first", before)
@@ -74,6 +81,9 @@ def test_weights_reshard_from_and_to_one_expert_parallel_rank(tmp_path, before, 
     assert differing(tmp_path / "first", tmp_path / "second") == []
 
 
+@supports(
+    "Checkpoints", refused="Expected 2 entries in state dict", ranks=2, dtype="float32"
+)
 def test_upstream_refuses_optimizer_state_of_experts_from_one_rank(tmp_path):
     """Without expert parallelism experts are in the one optimizer, with it in one of their own."""
     setting = Setting(num_experts=4)
@@ -91,7 +101,12 @@ def test_both_models_and_kinds_of_heads_reshard(tmp_path, family, kind):
     assert differing(tmp_path / "first", tmp_path / "second") == []
 
 
-@pytest.mark.parametrize("optimizer", ["fp32", "bf16", "distributed", "distributed-dp"])
+@supports(
+    "Checkpoints", equal="the run that was not interrupted", ranks=2, dtype="float32 and bfloat16"
+)
+@pytest.mark.parametrize(
+    "optimizer", ["fp32", "bf16", "distributed", "distributed-dp"], ids="resumed, {}".format
+)
 def test_a_resumed_run_continues_bit_for_bit(tmp_path, optimizer):
     """With attention dropout in policy and heads, and clipping."""
     run_ranks(resume, 2, Setting(optimizer=optimizer, generators=True), tmp_path, {})

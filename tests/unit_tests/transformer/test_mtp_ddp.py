@@ -17,6 +17,7 @@ from tests.support import (
     run_ranks,
     worst_difference,
 )
+from tests.support.claims import supports
 from tests.support.ddp_training import (
     Trainer,
     Training,
@@ -108,6 +109,12 @@ def test_two_ranks_train_as_one_with_heads_switched_per_step(
         assert [value > 0 for value in largest] == [on == "1" for on in toggles]
 
 
+@supports(
+    "Data parallel: DDP and optimizers, heads on (1) and off (0) per step",
+    equal="plain Adam without overlap after three steps",
+    ranks=2,
+    dtype="float32",
+)
 @pytest.mark.parametrize("toggles", TOGGLES)
 @pytest.mark.parametrize("wrapper", list(WRAPPERS)[1:])
 def test_overlap_and_sharding_change_no_bit(two_ranks, wrapper, toggles):

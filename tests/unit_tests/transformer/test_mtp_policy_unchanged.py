@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.support import ModelSpec, is_mtp_param, parallel_world, prepare, run_ranks
+from tests.support.claims import supports
 from tests.support.ddp_training import Trainer, Training, global_batch, microbatches
 
 prepare()
@@ -125,7 +126,15 @@ def ranks():
     return run_ranks(on_rank, 4, [*CLAIMS, *BROKEN], timeout=400.0)
 
 
-@pytest.mark.parametrize("name", CLAIMS)
+@supports(
+    "Isolation over twenty clipped optimizer steps",
+    equal="the policy and optimizer state trained without heads",
+    ranks=4,
+    dtype="float32",
+)
+@pytest.mark.parametrize(
+    "name", CLAIMS, ids=lambda name: ("PP=2 with DP=2, " if name in PIPELINE else "DP=2 with CP=2, ") + name
+)
 def test_the_policy_is_bit_for_bit_the_one_without_heads(ranks, name):
     for rank in ranks:
         found = rank[name]
