@@ -96,6 +96,7 @@ def _end_world() -> None:
     """End every group and reset what Megatron keeps for the whole process."""
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.multi_token_prediction import (
         MTPLossAutoScaler,
@@ -115,4 +116,5 @@ def _end_world() -> None:
     dist.destroy_process_group()
     MTPLossLoggingHelper.tracker.clear()
     MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
+    destroy_moe_metrics_tracker()  # sized for the layers of the first model it saw
     MoEAuxLossAutoScaler.main_loss_backward_scale = None  # its shape depends on who set it
