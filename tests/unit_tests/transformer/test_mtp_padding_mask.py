@@ -54,7 +54,7 @@ def _split():
     return run_ranks(_of_all_kinds, 2)[0]
 
 
-@supports("Padding mask of experts under sequence parallelism", agrees=1e-12, ranks="TP=2 on 2")
+@supports("Padding mask of experts", agrees=1e-12, ranks="TP=2 on 2")
 @pytest.mark.parametrize("balancing", BALANCING)
 def test_gradients_with_a_padding_mask_are_those_of_one_rank(balancing):
     assert worst_difference(_split()[balancing], gradients(balancing, 1))[0] <= 1e-12
@@ -80,5 +80,8 @@ def test_a_rank_takes_its_own_part_back():
 
 
 def test_a_mask_of_another_length_is_refused():
-    with pytest.raises(ValueError, match="3 positions on each of 2 tensor-parallel ranks.*ids 8"):
-        gather_padding_mask(torch.ones(1, 3, dtype=torch.bool), 8, _Group())
+    mask = torch.ones(1, 3, dtype=torch.bool)
+    with pytest.raises(ValueError, match="3 positions on each of 2 .*ranks, but input_ids has 8"):
+        gather_padding_mask(mask, 8, _Group())
+    with pytest.raises(ValueError, match="2 positions on each of 2 .*, but padding_mask has 3"):
+        scatter_padding_mask(mask, 2, _Group())
