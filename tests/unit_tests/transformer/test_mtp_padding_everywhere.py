@@ -4,26 +4,20 @@
 """
 
 import pytest
-import torch
 
-from tests.support import ModelSpec, bshd_batch, build_model, device, parallel_world, prepare
+from tests.support import ModelSpec, bshd_batch, build_model, parallel_world, prepare
 from tests.support import worst_difference
 from tests.support.claims import supports
 from tests.support.objective import nonzero, step_gradients
+from tests.support.parallel_faults import padding_mask
 from tests.support.rows import look_ahead
 from tests.support.split import Comparison, SplitCase, heads_of
 
 prepare()
 
 FAMILIES = ("gpt", "hybrid")
-LENGTHS = [3, 5]  # of 8 positions in two rows
 EXPERTS = dict(num_experts=4, num_layers=1, hidden_size=16)
 BALANCED = dict(moe_aux_loss_coeff=0.1, moe_token_dispatcher_type="alltoall")
-
-
-def padding_mask():
-    """bool [2, 8], true where there is padding."""
-    return torch.arange(8, device=device()) >= torch.tensor(LENGTHS, device=device())[:, None]
 
 
 def build(family):
