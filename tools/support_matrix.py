@@ -34,16 +34,20 @@ FOOT = """
 ## Not in the tables
 
 - 1F1B expert overlap: one depth, `GPTModel`, no packed sequences, no full recompute; the release
-  refuses the rest, and `HybridModel` has no schedule plan. With a standalone stage of heads: not run.
-- Padding masks of experts: the release's 1F1B expert overlap does not look at them, in decoder or heads.
-- Dynamic context parallel: multi-latent attention refuses it, Mamba layers keep the group they were
-  built with (`HybridModel` was run with attention and MLP layers), and a row that one rank of a larger
-  context-parallel group has to itself (`local_cp_size` 1) was not run. Over NCCL nothing was run.
-- Recompute: no combination changed a gradient in the release below the series either, except `mlp` with
-  biases, which recursed. So C18 cannot be shown failing there; its rows guard what holds.
-- Experts split over tensor-parallel ranks as well (`expert_tensor_parallel_size` above 1) gather parts
-  of unequal size, which gloo cannot.
-- `num_distributed_optimizer_instances` above 1, whose process groups need the package einops: not run.
+  refuses the rest, and `HybridModel` has no schedule plan. With a standalone stage of heads: not
+  run.
+- Padding masks of experts: the release's 1F1B expert overlap does not look at them, in decoder or
+  heads.
+- Dynamic context parallel: multi-latent attention refuses it, Mamba layers keep the group they
+  were built with (`HybridModel` was run with attention and MLP layers), and a row that one rank of
+  a larger context-parallel group has to itself (`local_cp_size` 1) was not run. Over NCCL nothing
+  was run.
+- Recompute: no combination changed a gradient in the release below the series either, except `mlp`
+  with biases, which recursed. So C18 cannot be shown failing there; its rows guard what holds.
+- Experts split over tensor-parallel ranks as well (`expert_tensor_parallel_size` above 1) gather
+  parts of unequal size, which gloo cannot.
+- `num_distributed_optimizer_instances` above 1, whose process groups need the package einops: not
+  run.
 - A frozen backbone in a pipeline: not run.
 """
 

@@ -1,4 +1,4 @@
-"""A padding mask reaches the experts of every head: HybridModel, later stages, sequence parallelism.
+"""A padding mask reaches the experts of every head: HybridModel, later stages, sharded sequences.
 
     python -m pytest tests/unit_tests/transformer/test_mtp_padding_everywhere.py
 """
