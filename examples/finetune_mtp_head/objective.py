@@ -3,6 +3,7 @@
 Shape suffixes: B samples, S positions, H hidden size, V vocabulary.
 """
 
+import copy
 from collections.abc import Callable
 
 import torch
@@ -40,7 +41,9 @@ class Objective:
         groups: ProcessGroupCollection,
         dtype: torch.dtype,
     ) -> None:
-        self.config, self.target = config, target
+        self.config = copy.copy(config)
+        self.config.mtp_loss_scaling_factor = 1.0  # the only objective there is
+        self.target = target
         self._groups, self._dtype = groups, dtype
         self.output_weight_VH = target.output_weight_VH.detach().to(dtype)
         self._entered: list[Tensor] = []
@@ -60,9 +63,9 @@ class Objective:
             FinetuneError: what entered the layer is not that, bit for bit.
         """
         self._entered.clear()
-        # A copy of its own: the layer marks its input as needing a gradient.
-        hidden_SBH = hidden_BSH.transpose(0, 1).to(self._dtype, copy=True).contiguous()
-        output_SBH = head(batch.tokens_BS, batch.positions_BS, hidden_SBH, self._embed)
+        output_SBH = head(
+            batch.tokens_BS, batch.positions_BS, hidden_BSH.transpose(0, 1), self.target.embed
+        )
         if len(self._entered) != 1 or not torch.equal(
             self._entered[0].transpose(0, 1), hidden_BSH.to(self._dtype)
         ):
@@ -122,6 +125,3 @@ class Objective:
         labels_SB = labels_BS.transpose(0, 1).contiguous()
         loss_SB = vocab_parallel_cross_entropy(logits_SBV, labels_SB, tp_group=self._groups.tp)
         return loss_SB.transpose(0, 1).contiguous()
-
-    def _embed(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        return self.target.embed(input_ids).to(self._dtype)

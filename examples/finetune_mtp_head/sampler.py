@@ -88,7 +88,7 @@ class SeenSamples:
         self, samples: int, copies: int, group: torch.distributed.ProcessGroup
     ) -> None:
         self._counts = torch.zeros(samples, dtype=torch.int64)
-        self._copies = copies
+        self.copies = copies
         self._group = group
 
     def add(self, samples: list[int]) -> None:
@@ -117,7 +117,7 @@ class SeenSamples:
             FinetuneError: says how many were not seen, and how many too often.
         """
         total = self.total()
-        missed, doubled = (total < self._copies), (total > self._copies)
+        missed, doubled = (total < self.copies), (total > self.copies)
         if missed.any() or doubled.any():
             raise FinetuneError(
                 f"an epoch must see each of its {len(total)} samples exactly once: "

@@ -70,10 +70,10 @@ class FrozenTarget:
         """The text model's configuration."""
         return self.model.config.get_text_config()
 
-    def embed(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Embeddings of int64 [b, s] as Megatron's layers want them, [s, b, h]."""
-        with torch.no_grad():
-            return self._embedding(input_ids).transpose(0, 1).contiguous()
+    @torch.no_grad()
+    def embed(self, input_ids_BS: Tensor) -> Tensor:
+        """The model's embeddings of int64 [b, s], [b, s, h]."""
+        return self._embedding(input_ids_BS)
 
     @torch.no_grad()
     def hidden(self, tokens_BS: Tensor, prove_all: bool = False) -> Tensor:
