@@ -1,0 +1,183 @@
+"""From a Hugging Face configuration to what builds the same head in Megatron."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable
+
+import torch
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+from tools.mtp_checkpoint.errors import CheckpointError
+
+IMPLEMENTATIONS = ("local", "te")
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadConfig:
+    """What `tools.mtp_checkpoint.native.layer.NativeHead` is built from.
+
+    Attributes:
+        transformer: Configuration of the layer.
+        zero_centred_norms: Norms apply 1 + w.
+        rotary_dim: Leading dimensions of each head that are rotated, even.
+        rotary_theta: Base of the rotary frequencies.
+    """
+
+    transformer: TransformerConfig
+    zero_centred_norms: bool
+    rotary_dim: int
+    rotary_theta: float
+
+
+def text_config_of(hf_config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config.json, nested or flat."""
+    return hf_config.get("text_config", hf_config)
+
+
+def head_config(
+    hf_config: dict[str, Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+    expert_parallel_size: int = 1,
+    implementation: str = "local",
+    cpu: bool = True,
+) -> HeadConfig:
+    """The configuration of the head that belongs to a config.json.
+
+    Args:
+        hf_config: Contents of config.json, or its ``text_config``.
+        dtype: Of parameters and activations: float32, bfloat16 or, on the CPU, float64.
+        expert_parallel_size: Ranks over which the routed experts are spread.
+        implementation: "local" or "te".
+        cpu: Allocate parameters on the CPU.
+
+    Raises:
+        CheckpointError: A model type without a builder here, or a field that is missing or that
+            the layer cannot express.
+    """
+    text = text_config_of(hf_config)
+    build = _BUILDERS.get(text.get("model_type"))
+    if build is None:
+        raise CheckpointError(
+            f"config.json: no native head for model_type {text.get('model_type')!r}; there is "
+            f"one for {', '.join(sorted(_BUILDERS))}"
+        )
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
+        )
+    experts = text.get("num_experts", 0)
+    if experts % expert_parallel_size:
+        raise CheckpointError(
+            f"expert-parallel size: {experts} experts do not divide over {expert_parallel_size} "
+            f"ranks; choose a divisor of {experts}"
+        )
+    fixed = dict(
+        mtp_num_layers=1,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        expert_model_parallel_size=expert_parallel_size if experts else 1,
+        # An import fills every parameter; `NativeHead` makes sure that nothing else does.
+        perform_initialization=False,
+        use_cpu_initialization=cpu,
+        gradient_accumulation_fusion=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        moe_grouped_gemm=implementation == "te" and experts > 0,
+        # Upstream derives dist-checkpoint offsets of a layer from the decoder's depth.
+        num_layers=_field(text, "num_hidden_layers"),
+    )
+    return build(text, fixed)
+
+
+def _field(text: dict[str, Any], name: str) -> Any:
+    if text.get(name) is None:
+        raise CheckpointError(f"config.json: expected {name}, which is missing")
+    return text[name]
+
+
+def _require_silu(text: dict[str, Any]) -> None:
+    if (act := text.get("hidden_act", "silu")) != "silu":
+        raise CheckpointError(f'config.json: expected hidden_act "silu", got {act!r}')
+
+
+def _rotary(text: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    """The rotary parameters of a plain rotary embedding, and its base."""
+    rotary = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind = rotary.get("rope_type", rotary.get("type", "default"))
+    if kind not in ("default", "mrope"):
+        raise CheckpointError(f'config.json: expected rope_type "default", got {kind!r}')
+    theta = rotary.get("rope_theta", text.get("rope_theta"))
+    if theta is None:
+        raise CheckpointError("config.json: expected rope_theta, which is missing")
+    return rotary, float(theta)
+
+
+def _attention_fields(text: dict[str, Any]) -> dict[str, Any]:
+    heads = _field(text, "num_attention_heads")
+    return dict(
+        hidden_size=_field(text, "hidden_size"),
+        num_attention_heads=heads,
+        num_query_groups=text.get("num_key_value_heads", heads),
+        kv_channels=text.get("head_dim") or text["hidden_size"] // heads,
+        normalization="RMSNorm",
+        layernorm_epsilon=_field(text, "rms_norm_eps"),
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+    )
+
+
+def _qwen3_5(text: dict[str, Any], fixed: dict[str, Any]) -> HeadConfig:
+    """Qwen3.5 and Qwen3.6, dense and MoE: gated attention, norms that apply 1 + w."""
+    _require_silu(text)
+    if text.get("attention_bias"):
+        raise CheckpointError("config.json: attention_bias is set; expected projections without")
+    rotary, theta = _rotary(text)
+    fields = _attention_fields(text) | dict(
+        attention_output_gate=True,
+        qk_layernorm=True,
+        layernorm_zero_centered_gamma=True,
+    )
+    if "num_experts" in text:
+        fields |= dict(
+            ffn_hidden_size=_field(text, "moe_intermediate_size"),
+            moe_ffn_hidden_size=_field(text, "moe_intermediate_size"),
+            num_moe_experts=_field(text, "num_experts"),
+            moe_router_topk=_field(text, "num_experts_per_tok"),
+            # Softmax over the chosen logits is softmax over all of them, renormalised.
+            moe_router_pre_softmax=False,
+            moe_router_score_function="softmax",
+            moe_router_load_balancing_type="none",
+            moe_aux_loss_coeff=0.0,
+            moe_shared_expert_intermediate_size=_field(text, "shared_expert_intermediate_size"),
+            moe_shared_expert_gate=True,
+            moe_token_dispatcher_type="alltoall",  # allgather needs equal token counts per rank
+        )
+    else:
+        fields |= dict(ffn_hidden_size=_field(text, "intermediate_size"))
+    config = TransformerConfig(**fields, **fixed)
+    fraction = rotary.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
+    return HeadConfig(config, True, int(config.kv_channels * fraction), theta)
+
+
+def _mimo(text: dict[str, Any], fixed: dict[str, Any]) -> HeadConfig:
+    """MiMo: a dense Qwen2 layer, with biases on queries, keys and values."""
+    _require_silu(text)
+    if text.get("use_sliding_window"):
+        raise CheckpointError("config.json: use_sliding_window is set; expected full attention")
+    fields = _attention_fields(text) | dict(
+        ffn_hidden_size=_field(text, "intermediate_size"),
+        add_qkv_bias=bool(text.get("attention_bias", True)),
+        persist_layer_norm=False,
+    )
+    config = TransformerConfig(**fields, **fixed)
+    return HeadConfig(config, False, config.kv_channels, _rotary(text)[1])
+
+
+_BUILDERS: dict[str | None, Callable[[dict[str, Any], dict[str, Any]], HeadConfig]] = {
+    "qwen3_5_moe_text": _qwen3_5,
+    "qwen3_5_text": _qwen3_5,
+    "mimo": _mimo,
+}
