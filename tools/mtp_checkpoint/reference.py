@@ -1,0 +1,254 @@
+"""The head as transformers' own layers compute it: what `verify` compares with.
+
+Shares no code with the import. It reads the checkpoint's tensors under their own names, and its
+modules carry those names, so that nothing but stacking experts lies between file and module.
+
+B: batch, S: sequence, H: hidden size, E: experts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tools.mtp_checkpoint.errors import CheckpointError
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceFamily:
+    """Where transformers keeps a family's layer, and how its checkpoint names the head.
+
+    Attributes:
+        module: Under ``transformers.models``.
+        stem: Of the class names: ``{stem}DecoderLayer``, ``{stem}RMSNorm``.
+        config: Name of the configuration class.
+        rotary: Name of the rotary embedding class.
+        renames: Patterns from checkpoint keys to those of `ReferenceHead`; a key that none
+            matches in full is not part of the head.
+        hidden_first: The projection's input is [hidden, embedding] instead of the reverse.
+        ignored: Pattern of head keys that are copies of the target's tensors.
+    """
+
+    module: str
+    stem: str
+    config: str
+    rotary: str
+    renames: tuple[tuple[str, str], ...]
+    hidden_first: bool = False
+    ignored: str = r"(?!)"
+
+
+_QWEN_RENAMES = ((r"mtp\.(.+)", r"\1"),)
+_REFERENCES = {
+    "qwen3_5_moe_text": ReferenceFamily(
+        "qwen3_5_moe.modeling_qwen3_5_moe",
+        "Qwen3_5Moe",
+        "Qwen3_5MoeTextConfig",
+        "Qwen3_5MoeTextRotaryEmbedding",
+        _QWEN_RENAMES,
+    ),
+    "qwen3_5_text": ReferenceFamily(
+        "qwen3_5.modeling_qwen3_5",
+        "Qwen3_5",
+        "Qwen3_5TextConfig",
+        "Qwen3_5TextRotaryEmbedding",
+        _QWEN_RENAMES,
+    ),
+    "mimo": ReferenceFamily(
+        "qwen2.modeling_qwen2",
+        "Qwen2",
+        "Qwen2Config",
+        "Qwen2RotaryEmbedding",
+        (
+            (r"model\.mtp_layers\.0\.token_layernorm\.(.+)", r"pre_fc_norm_embedding.\1"),
+            (r"model\.mtp_layers\.0\.hidden_layernorm\.(.+)", r"pre_fc_norm_hidden.\1"),
+            (r"model\.mtp_layers\.0\.input_proj\.(.+)", r"fc.\1"),
+            (r"model\.mtp_layers\.0\.final_layernorm\.(.+)", r"norm.\1"),
+            (r"model\.mtp_layers\.(0\..+)", r"layers.\1"),
+        ),
+        hidden_first=True,
+    ),
+}
+
+
+class ReferenceHead(torch.nn.Module):
+    """One decoder layer of transformers between the head's own norms and projection.
+
+    Attributes:
+        embedding_VH: The target's embedding.
+        output_VH: The target's output layer.
+        config: transformers' configuration of the layer.
+    """
+
+    def __init__(self, family: ReferenceFamily, text_config: dict[str, Any]):
+        super().__init__()
+        modeling = importlib.import_module(f"transformers.models.{family.module}")
+        make_config = getattr(importlib.import_module("transformers"), family.config)
+        self.config = make_config(**_layer_config(text_config))
+        # The plainest implementations: an explicit mask, experts one by one.
+        self.config._attn_implementation = "eager"
+        self.config._experts_implementation = "eager"
+        self.hidden_first = family.hidden_first
+        norm = getattr(modeling, f"{family.stem}RMSNorm")
+        hidden, eps = self.config.hidden_size, self.config.rms_norm_eps
+        self.fc = torch.nn.Linear(2 * hidden, hidden, bias=False)
+        self.pre_fc_norm_embedding = norm(hidden, eps=eps)
+        self.pre_fc_norm_hidden = norm(hidden, eps=eps)
+        layer = getattr(modeling, f"{family.stem}DecoderLayer")
+        self.layers = torch.nn.ModuleList([layer(self.config, 0)])
+        self.norm = norm(hidden, eps=eps)
+        self.rotary = getattr(modeling, family.rotary)(self.config)
+        self.embedding_VH = self.output_VH = None
+
+    @classmethod
+    def from_directory(
+        cls,
+        directory: Any,
+        dtype: torch.dtype = torch.float32,
+        rounded_to: torch.dtype | None = None,
+    ) -> "ReferenceHead":
+        """Load the head of a Hugging Face directory.
+
+        Args:
+            directory: A ``tools.mtp_checkpoint.source.HFDirectory``.
+            dtype: Of parameters and computation.
+            rounded_to: Round every parameter to this dtype first, for a comparison with a head
+                that was stored in it.
+
+        Raises:
+            CheckpointError: No reference for the model type, or tensors of the head that are
+                missing, left over or of another shape.
+        """
+        text_config = directory.text_config
+        family = _REFERENCES.get(text_config.get("model_type"))
+        if family is None:
+            raise CheckpointError(
+                f"no reference for model_type {text_config.get('model_type')!r}; there is one for "
+                f"{', '.join(sorted(_REFERENCES))}"
+            )
+        head = cls(family, text_config).to(dtype)
+        tensors = {}
+        for key in directory.tensors:
+            name = _renamed(key, family)
+            if name is not None:
+                tensor = directory.read(key)
+                tensors[name] = (tensor.to(rounded_to) if rounded_to else tensor).to(dtype)
+        head._load(_stacked(tensors))
+        head.embedding_VH, head.output_VH = target_matrices(directory, dtype)
+        return head.eval().requires_grad_(False)
+
+    def _load(self, tensors: dict[str, Tensor]) -> None:
+        try:
+            self.load_state_dict(tensors, strict=True)
+        except RuntimeError as error:
+            raise CheckpointError(f"the reference cannot hold this head: {error}") from error
+
+    def embed(self, token_ids_BS: Tensor) -> Tensor:
+        """The target's embeddings [B, S, H]."""
+        return torch.nn.functional.embedding(token_ids_BS, self.embedding_VH)
+
+    def forward(
+        self, token_ids_BS: Tensor, position_ids_BS: Tensor, hidden_BSH: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """The head's hidden states after its final norm, and its router's logits.
+
+        Position t combines ``hidden_BSH[:, t]`` with the embedding of token t + 1, and of token
+        0 behind the last one.
+
+        Returns:
+            [B, S, H], and [B, S, E] or None for a dense head.
+        """
+        batch, length = token_ids_BS.shape
+        hidden_BSH = hidden_BSH.to(self.fc.weight.dtype)
+        next_ids_BS = torch.nn.functional.pad(token_ids_BS[:, 1:], (0, 1))
+        both = [
+            self.pre_fc_norm_embedding(self.embed(next_ids_BS)),
+            self.pre_fc_norm_hidden(hidden_BSH),
+        ]
+        x_BSH = self.fc(torch.cat(both[::-1] if self.hidden_first else both, dim=-1))
+        mask_11SS = torch.full((1, 1, length, length), float("-inf"), dtype=x_BSH.dtype).triu(1)
+        logits = []
+        hook = self._hook_router(logits)
+        try:
+            x_BSH = self.layers[0](
+                x_BSH,
+                position_embeddings=self.rotary(x_BSH, position_ids_BS),
+                attention_mask=mask_11SS,
+                position_ids=position_ids_BS,
+            )
+        finally:
+            hook()
+        router_BSE = logits[0].unflatten(0, (batch, length)) if logits else None
+        return self.norm(x_BSH), router_BSE
+
+    def _hook_router(self, logits: list[Tensor]) -> Any:
+        """Append the router's logits to the list; returns what ends that."""
+        gate = getattr(self.layers[0].mlp, "gate", None)
+        if gate is None:
+            return lambda: None
+        hook = gate.register_forward_hook(lambda _module, _in, out: logits.append(out[0]))
+        return hook.remove
+
+
+def _layer_config(text_config: dict[str, Any]) -> dict[str, Any]:
+    """The head's one layer: full attention, whatever layers the target has."""
+    changed = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    return {k: v for k, v in text_config.items() if k != "model_type"} | changed
+
+
+def _renamed(key: str, family: ReferenceFamily) -> str | None:
+    if re.fullmatch(family.ignored, key):
+        return None
+    for pattern, replacement in family.renames:
+        if match := re.fullmatch(pattern, key):
+            return match.expand(replacement)
+    return None
+
+
+def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Experts stored one by one, as the packed tensors that transformers' modules hold."""
+    pattern = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+    experts: dict[str, dict[tuple[int, str], Tensor]] = {}
+    whole = {}
+    for name, tensor in tensors.items():
+        if match := pattern.fullmatch(name):
+            experts.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
+        else:
+            whole[name] = tensor
+    for prefix, parts in experts.items():
+        count = 1 + max(expert for expert, _ in parts)
+        try:
+            gate_up = [torch.cat([parts[e, "gate"], parts[e, "up"]]) for e in range(count)]
+            whole[f"{prefix}.gate_up_proj"] = torch.stack(gate_up)
+            whole[f"{prefix}.down_proj"] = torch.stack([parts[e, "down"] for e in range(count)])
+        except KeyError as error:
+            raise CheckpointError(
+                f"{prefix}: expected gate, up and down of {count} experts, {error} is missing"
+            ) from error
+    return whole
+
+
+def target_matrices(directory: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The target's embedding and output layer [V, H], which its head shares.
+
+    Raises:
+        CheckpointError: One of them is not there.
+    """
+    embedding = _read_first(
+        directory, ("model.language_model.embed_tokens.weight", "model.embed_tokens.weight"), dtype
+    )
+    if directory.config.get("tie_word_embeddings"):
+        return embedding, embedding
+    return embedding, _read_first(directory, ("lm_head.weight",), dtype)
+
+
+def _read_first(directory: Any, keys: tuple[str, ...], dtype: torch.dtype) -> Tensor:
+    for key in keys:
+        if key in directory.tensors:
+            return directory.read(key).to(dtype)
+    raise CheckpointError(f"{directory.path}: expected a tensor {' or '.join(keys)}")
