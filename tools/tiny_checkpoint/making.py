@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 
 from tools.tiny_checkpoint import target, tokens, weights
-from tools.tiny_checkpoint.families import FAMILIES, Sizes, TinyFamily
+from tools.tiny_checkpoint.families import FAMILIES
+from tools.tiny_checkpoint.family import Sizes, TinyFamily
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

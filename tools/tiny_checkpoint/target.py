@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tools.tiny_checkpoint.families import Sizes, TinyFamily
+from tools.tiny_checkpoint.family import Sizes, TinyFamily
 
 
 def build_target(family: TinyFamily, config: dict[str, Any], seed: int) -> Any:
