@@ -44,6 +44,7 @@ class TrainableHead:
         self, head: NativeHead, settings: Settings, groups: ProcessGroupCollection, steps: int
     ) -> None:
         self.head = head
+        self._ranks = groups.dp
         is_bf16 = settings.dtype == "bf16"
         self.ddp = DistributedDataParallel(
             head.config.transformer,
@@ -89,15 +90,17 @@ class TrainableHead:
         """Sum and scale the gradients over the ranks; afterwards `main_grad` is the step's.
 
         Raises:
-            FinetuneError: a gradient is not finite.
+            FinetuneError: a gradient is not finite on some rank; raised on all of them.
         """
         self.ddp.finish_grad_sync()
-        for buffer in (*self.ddp.buffers, *self.ddp.expert_parallel_buffers):
-            if not buffer.grad_data.isfinite().all():
-                raise FinetuneError(
-                    "a gradient is not finite, so the step cannot be applied; lower --lr, or look "
-                    "for a damaged checkpoint with --preflight"
-                )
+        buffers = (*self.ddp.buffers, *self.ddp.expert_parallel_buffers)
+        finite = torch.stack([buffer.grad_data.isfinite().all() for buffer in buffers]).all().int()
+        torch.distributed.all_reduce(finite, op=torch.distributed.ReduceOp.MIN, group=self._ranks)
+        if not finite:
+            raise FinetuneError(
+                "a gradient is not finite, so the step cannot be applied; lower --lr, or look for "
+                "a damaged checkpoint with --preflight"
+            )
 
     def update(self) -> UpdateResult:
         """Clip and apply the reduced gradients. The first step has the first warm-up rate, not 0."""

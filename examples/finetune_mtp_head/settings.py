@@ -121,6 +121,11 @@ class Settings:
             if not 0 <= getattr(self, name) < 1:
                 raise FinetuneError(f"{name} must be in [0, 1), got {getattr(self, name)}")
 
+    @property
+    def bundled(self) -> Path:
+        """Where the bundled conversations are written if no others are given."""
+        return self.output / "data"
+
     def as_dict(self) -> dict[str, Any]:
         """All of it as JSON values."""
         values = dataclasses.asdict(self)

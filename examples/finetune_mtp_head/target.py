@@ -70,6 +70,11 @@ class FrozenTarget:
         """The text model's configuration."""
         return self.model.config.get_text_config()
 
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding."""
+        return self._embedding.weight.size(0)
+
     @torch.no_grad()
     def embed(self, input_ids_BS: Tensor) -> Tensor:
         """The model's embeddings of int64 [b, s], [b, s, h]."""

@@ -1,7 +1,7 @@
 """One optimizer step, and everything that belongs to one."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -134,8 +134,7 @@ class Trainer:
         number: how samples are split over microbatches and ranks does not change what it means.
         Where several ranks see one sample, both sums count it as often.
         """
-        parts = self.sampler.microbatches(step)
-        batches = [self._batch(part, self.corpus.train) for part in parts]
+        parts, batches = self.sampler.microbatches(step), self.batches(step)
         group = self.groups.dp
         targets = count_targets(batches, group).clamp(min=1)
         sums = MetricSums(num_depths=1)
@@ -151,11 +150,17 @@ class Trainer:
         torch.distributed.all_reduce(sums.sums, group=group)
         return MTPMetrics(sums.sums)
 
+    def batches(self, step: int) -> list[Batch]:
+        """This rank's microbatches of a step (from 1)."""
+        parts = self.sampler.microbatches(step)
+        return [self._batch(part, self.corpus.train) for part in parts]
+
     def evaluate(self) -> Evaluation:
         """Loss and acceptance on the held-out samples."""
         parts = self._held_out.spread(list(range(len(self.corpus.held_out))))
         batches = (self._batch(part, self.corpus.held_out) for part in parts)
-        return evaluate(self.head.ddp, self.objective, batches, self.groups.dp)
+        found = evaluate(self.head.ddp, self.objective, batches, self.groups.dp)
+        return replace(found, targets=found.targets // self.copies)
 
     def _batch(self, part: list[int], samples: list[Sample]) -> Batch:
         return Batch.of([samples[index] for index in part], self.corpus.pad_token)
