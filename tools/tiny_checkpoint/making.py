@@ -48,7 +48,8 @@ def make(
         experts: Number of routed experts, at least 2.
         vocab: Tokens, at least 263.
         train_steps: Steps for which the target (not the head) learns Python's manual: its
-            argmax then carries signal. 200 take about 20 s on one core.
+            argmax then carries signal. 200 take about 15 s on one core, and bring its cross
+            entropy from 6.6 to 3.4 nats (a unigram model has 5.7).
 
     Returns:
         The directory.
