@@ -164,6 +164,12 @@ class Rule:
             e=None if self.expert is None else self.expert - first_expert
         )
 
+    @property
+    def target_shape(self) -> tuple[int, ...]:
+        """The parameter's shape: every operation stacks its sources along the first dimension."""
+        first = self.pieces[0].shape
+        return (sum(piece.shape[0] for piece in self.pieces), *first[1:])
+
     def views(self, index: int, target: Tensor, source: Tensor) -> Views:
         """Pairs of views for source number ``index``, see `Operation.views`.
 
