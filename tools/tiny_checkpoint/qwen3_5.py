@@ -29,7 +29,7 @@ def _qwen_config(sizes: Sizes, tokens: dict[str, int], moe: bool) -> dict[str, A
         hidden_act="silu",
         rms_norm_eps=1e-6,
         max_position_embeddings=4096,
-        initializer_range=0.1,
+        initializer_range=0.02,
         eos_token_id=tokens["<|endoftext|>"],
         pad_token_id=tokens["<|endoftext|>"],
         rope_parameters=dict(
