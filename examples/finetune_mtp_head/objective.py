@@ -60,15 +60,15 @@ class Objective:
             hidden_BSH: what the frozen model's final norm put out.
 
         Raises:
-            FinetuneError: what entered the layer is not that, bit for bit.
+            FinetuneError: what entered the layer is not what the norm put out in the latest
+                forward of the target, bit for bit.
         """
         self._entered.clear()
         output_SBH = head(
             batch.tokens_BS, batch.positions_BS, hidden_BSH.transpose(0, 1), self.target.embed
         )
-        if len(self._entered) != 1 or not torch.equal(
-            self._entered[0].transpose(0, 1), hidden_BSH.to(self._dtype)
-        ):
+        wanted_SBH = self.target.norm_output_BSH.transpose(0, 1).to(self._dtype)
+        if len(self._entered) != 1 or not torch.equal(self._entered[0], wanted_SBH):
             raise FinetuneError(
                 "what enters the MTP layer is not the output of the model's final norm"
             )

@@ -36,7 +36,7 @@ class FrozenTarget:
             )
         self.output_weight_VH: Tensor = output.weight
         self._output = output
-        self._captured: list[Tensor] = []
+        self._captured: list[Tensor] = []  # what the norm put out, of the latest forward
         self.norm.register_forward_hook(lambda _norm, _args, out: self._captured.append(out))
 
     @classmethod
@@ -69,6 +69,11 @@ class FrozenTarget:
     def config(self) -> Any:
         """The text model's configuration."""
         return self.model.config.get_text_config()
+
+    @property
+    def norm_output_BSH(self) -> Tensor:
+        """What the final norm put out in the latest forward, as it was captured."""
+        return self._captured[-1]
 
     @property
     def vocabulary(self) -> int:
@@ -106,7 +111,7 @@ class FrozenTarget:
             raise FinetuneError(
                 f"the final norm must run once per forward, it ran {len(self._captured)} times"
             )
-        hidden_BSH = self._captured.pop()
+        hidden_BSH = self.norm_output_BSH
         if not torch.equal(self._output(hidden_BSH[:, keep_K]), logits_BKV):
             raise FinetuneError(
                 "the output layer applied to the captured hidden states does not give the model's "
