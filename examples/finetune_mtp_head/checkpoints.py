@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from examples.finetune_mtp_head.errors import FinetuneError
 from examples.finetune_mtp_head.trainer import Trainer
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from tools.mtp_checkpoint.checkpoint import save_head, write_json
@@ -40,6 +42,9 @@ def save(trainer: Trainer, manifest: dict[str, Any], fingerprint: str) -> Path:
 
     Returns:
         The checkpoint's folder. If there is a complete one of this step, it is left alone.
+
+    Raises:
+        FinetuneError: it cannot be written; nothing of it is left.
     """
     folder = trainer.settings.output / FOLDER
     out = folder / f"step-{trainer.steps_done:06d}"
@@ -51,19 +56,33 @@ def save(trainer: Trainer, manifest: dict[str, Any], fingerprint: str) -> Path:
         for stale in folder.glob(".*.partial"):  # of a run that was killed
             shutil.rmtree(stale, ignore_errors=True)
     dist.barrier()
-    with staged(out, owner=is_first, token="run") as partial:
-        if is_first:
-            (partial / _OPTIMIZER).mkdir()
-        save_head(trainer.head.head, partial / HEAD, manifest)
-        dist_checkpointing.save(_state(trainer, is_loading=False), str(partial / _OPTIMIZER))
-        dist.barrier()
-        if is_first:
-            write_json(partial / _STATE, _training(trainer, fingerprint))
+    try:
+        with staged(out, owner=is_first, token="run") as partial:
+            _write(trainer, partial, manifest, fingerprint)
+    except (OSError, CheckpointException, CheckpointingException) as error:
+        raise FinetuneError(
+            f"{out} cannot be written: {error}. Earlier checkpoints are complete: make room and "
+            "continue with --resume"
+        ) from error
     dist.barrier()
     if is_first and trainer.settings.keep_checkpoints:
         for old in _complete(folder)[: -trainer.settings.keep_checkpoints]:
             shutil.rmtree(old)
     return out
+
+
+def _write(
+    trainer: Trainer, partial: Path, manifest: dict[str, Any], fingerprint: str
+) -> None:
+    """Write everything into a folder that has no name yet."""
+    is_first = dist.get_rank() == 0
+    if is_first:
+        (partial / _OPTIMIZER).mkdir()
+    save_head(trainer.head.head, partial / HEAD, manifest)
+    dist_checkpointing.save(_state(trainer, is_loading=False), str(partial / _OPTIMIZER))
+    dist.barrier()
+    if is_first:
+        write_json(partial / _STATE, _training(trainer, fingerprint))
 
 
 def latest(output: Path) -> Path:

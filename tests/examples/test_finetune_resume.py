@@ -5,6 +5,7 @@
 
 import dataclasses
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -166,32 +167,29 @@ def test_a_checkpoint_without_its_last_file_does_not_count(saved, tmp_path):
         checkpoints.latest(tmp_path)
 
 
-def failing_save(given) -> list[str]:
-    """On a rank: save while the disk fills up, and then again."""
+def save_on_a_full_disk(given) -> list[str]:
+    """On a rank: save while no file can grow beyond 20 kB, and then again."""
+    folder = given.output / "checkpoints"
     with parallel_world() as groups:
         trainer, loaded = build(given, groups)
         trainer.step()
-        save, errors = checkpoints.save_head, []
-        checkpoints.save_head = fill_disk
+        limits, found = resource.getrlimit(resource.RLIMIT_FSIZE), []
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
         try:
             checkpoints.save(trainer, loaded.manifest, "")
-        except OSError as error:
-            errors.append(str(error))
-        finally:
-            checkpoints.save_head = save
-        errors += [path.name for path in (given.output / "checkpoints").iterdir()]
-        (given.output / "checkpoints" / ".step-000009.run.partial").mkdir()  # of a killed run
+        except FinetuneError as error:
+            found.append(str(error))
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        found += [path.name for path in folder.iterdir()]
+        (folder / ".step-000009.run.partial").mkdir()  # of a run that was killed
         checkpoints.save(trainer, loaded.manifest, "")
-        return errors + [path.name for path in (given.output / "checkpoints").iterdir()]
-
-
-def fill_disk(*_args):
-    raise OSError(28, "No space left on device")
+        return found + [path.name for path in folder.iterdir()]
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_nothing_behind(tmp_path):
-    [found] = run_ranks(failing_save, 1, settings(tmp_path))
-    assert found == ["[Errno 28] No space left on device", "step-000001"]
+    [(error, *left)] = run_ranks(save_on_a_full_disk, 1, settings(tmp_path))
+    assert "step-000001 cannot be written" in error and "OSError" in error
+    assert left == ["step-000001"]  # nothing before the second attempt
 
 
 def prune(given) -> list[str]:
