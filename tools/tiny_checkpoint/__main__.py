@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tools.tiny_checkpoint.families import FAMILIES, LAYOUTS
+from tools.tiny_checkpoint.families import FAMILIES
+from tools.tiny_checkpoint.family import LAYOUTS
 from tools.tiny_checkpoint.making import DTYPES, make
 
 

@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 
 from tools.tiny_checkpoint import target, tokens, weights
-from tools.tiny_checkpoint.families import FAMILIES, Sizes, TinyFamily
+from tools.tiny_checkpoint.families import FAMILIES
+from tools.tiny_checkpoint.family import Sizes, TinyFamily
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -31,6 +32,8 @@ def make(
 ) -> Path:
     """Write a tiny checkpoint directory; the same arguments give the same bytes.
 
+    (A trained target differs between machines and thread counts, in the last bits.)
+
     It holds config.json, generation_config.json, the tokenizer with its chat template, three
     shards (the head's keys lie in the last two) and their index. The directories of the Qwen
     families load with transformers; those of "deepseek_v3" and "mimo" hold a complete head and
@@ -47,7 +50,8 @@ def make(
         experts: Number of routed experts, at least 2.
         vocab: Tokens, at least 263.
         train_steps: Steps for which the target (not the head) learns Python's manual: its
-            argmax then carries signal. 200 take about 20 s on one core.
+            argmax then carries signal. 200 take about 15 s on a quiet core, and bring its cross
+            entropy from 6.6 to 3.4 nats (a unigram model has 5.7).
 
     Returns:
         The directory.

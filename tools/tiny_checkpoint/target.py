@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from tools.tiny_checkpoint.families import Sizes, TinyFamily
+from tools.tiny_checkpoint.family import Sizes, TinyFamily
+
+_PEAK_LR = 1e-2  # high for Adam, right for a model this small
 
 
 def build_target(family: TinyFamily, config: dict[str, Any], seed: int) -> Any:
@@ -29,7 +31,7 @@ def build_target(family: TinyFamily, config: dict[str, Any], seed: int) -> Any:
 
 
 def train_target(
-    model: Any, token_ids: torch.Tensor, steps: int, *, seed: int, batch: int = 8, length: int = 64
+    model: Any, token_ids: torch.Tensor, steps: int, *, seed: int, batch: int = 16, length: int = 64
 ) -> list[float]:
     """Train the target to predict a token stream, so that its argmax says something.
 
@@ -45,14 +47,14 @@ def train_target(
     from tqdm import tqdm
 
     parameters = [p for name, p in model.named_parameters() if "visual" not in name]
-    optimizer = torch.optim.AdamW(parameters, lr=4e-3, betas=(0.9, 0.98), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(parameters, lr=_PEAK_LR, betas=(0.9, 0.98), weight_decay=0.0)
     generator = torch.Generator().manual_seed(seed)
     warmup = max(1, min(20, steps // 5))
     losses = []
     model.train()
     for step in tqdm(range(steps), desc="target", leave=False, disable=None):
         scale = min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
-        optimizer.param_groups[0]["lr"] = 4e-3 * scale
+        optimizer.param_groups[0]["lr"] = _PEAK_LR * scale
         starts = torch.randint(len(token_ids) - length, (batch,), generator=generator)
         rows_BS = torch.stack([token_ids[start : start + length] for start in starts.tolist()])
         loss = model(input_ids=rows_BS, labels=rows_BS).loss

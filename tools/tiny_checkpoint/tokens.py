@@ -46,7 +46,9 @@ def train_tokenizer(vocab: int) -> Any:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     least = len(alphabet) + len(SPECIAL_TOKENS)
     if vocab < least:
-        raise ValueError(f"vocab: expected at least {least} (bytes and special tokens), got {vocab}")
+        raise ValueError(
+            f"vocab: expected at least {least} (bytes and special tokens), got {vocab}"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from tools.tiny_checkpoint.families import Shapes
+from tools.tiny_checkpoint.family import Shapes
 
 
 def random_tensor(
@@ -65,8 +66,6 @@ def _expert_tensor(key: str, shape: tuple[int, ...], zero_centred: bool, seed: i
 
 def _seed(seed: int, key: str) -> int:
     """A seed of its own for every key, so that adding one leaves the others as they are."""
-    import hashlib
-
     return int.from_bytes(hashlib.sha256(f"{seed} {key}".encode()).digest()[:7], "big")
 
 

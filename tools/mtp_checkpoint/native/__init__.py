@@ -1,1 +1,1 @@
-"""The Megatron side: upstream's own MTP layer, built to compute what a Hugging Face head computes."""
+"""The Megatron side: upstream's own MTP layer, computing what a Hugging Face head computes."""
