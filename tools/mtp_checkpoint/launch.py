@@ -20,6 +20,12 @@ from tools.mtp_checkpoint.errors import CheckpointError
 
 _DAYS = 10 * 86400.0  # a large checkpoint on a slow disk is no hang
 
+_TALKATIVE = (
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "torch.utils.cpp_extension",
+)
+
 
 def under_torchrun() -> bool:
     """Whether torchrun, or the like, has started this process as one rank of several."""
@@ -54,7 +60,7 @@ def on_cpu() -> None:
 def _quieten() -> None:
     """Keep the terminal for the tool: drop warnings that come with every import of Megatron."""
     warnings.filterwarnings("ignore")
-    for name in ("megatron.core.models.gpt.gpt_model", "torch.utils.cpp_extension"):
+    for name in _TALKATIVE:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

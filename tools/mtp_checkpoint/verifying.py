@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from tools.mtp_checkpoint import launch
+from tools.mtp_checkpoint.checkpoint import DTYPES, load_head, read_manifest
 from tools.mtp_checkpoint.comparing import (
     CE_LIMIT,
     RECOMPUTE_LIMIT,
@@ -146,13 +148,11 @@ def verify(
     Raises:
         CheckpointError: Something cannot be read, or the target cannot be run.
     """
-    from tools.mtp_checkpoint.importing import load_head
-
     if batch < 1 or length < 3:
         raise CheckpointError(f"rows: expected at least 1 × 3 tokens, got {batch} × {length}")
     source = HFDirectory.open(directory)
     head = load_head(checkpoint, groups=groups, dtype=torch.float32)
-    stored = getattr(torch, json.loads((checkpoint / "mtp_head.json").read_text())["dtype"])
+    stored = DTYPES[read_manifest(checkpoint)["dtype"]]
     reference = ReferenceHead.from_directory(source, rounded_to=stored)
     if rows_from == "target":
         rows = target_rows(source, text, batch, length)
@@ -188,8 +188,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the verb on one rank; 0 if everything is within its limit, else 1."""
-    from tools.mtp_checkpoint import launch
-
     [report] = launch.run(
         _verify_on_one_rank, 1, options.directory, options.checkpoint, vars(options)
     )
