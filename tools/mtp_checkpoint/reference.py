@@ -226,9 +226,9 @@ def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             gate_up = [torch.cat([parts[e, "gate"], parts[e, "up"]]) for e in range(count)]
             whole[f"{prefix}.gate_up_proj"] = torch.stack(gate_up)
             whole[f"{prefix}.down_proj"] = torch.stack([parts[e, "down"] for e in range(count)])
-        except KeyError as error:
+        except (KeyError, RuntimeError) as error:  # one is missing, or of another shape
             raise CheckpointError(
-                f"{prefix}: expected gate, up and down of {count} experts, {error} is missing"
+                f"{prefix}: expected gate, up and down of {count} equal experts: {error}"
             ) from error
     return whole
 

@@ -13,7 +13,7 @@ EXPERTS = 8
 
 
 def _step(ranks: int) -> dict:
-    """Loss, hidden states and gradients of one batch that every rank has; experts globally named."""
+    """Loss, hidden states and gradients of a batch every rank has; experts by global number."""
     ids_BS, positions_BS, hidden_BSH = inputs()
     targets_SB = ids_BS.roll(-2, 1).t()
     with parallel_world(ep=ranks) as groups:
