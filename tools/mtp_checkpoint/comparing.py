@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from tools.mtp_checkpoint.native.layer import NativeHead
-from tools.mtp_checkpoint.reference import ReferenceHead
+from tools.mtp_checkpoint.reference import ReferenceHead, Routing
 from tools.mtp_checkpoint.verify_rows import Rows
 
 TIE_GAP = 1e-4  # of router logits: experts closer than this may come in either order
@@ -83,8 +83,8 @@ def compare(head: NativeHead, reference: ReferenceHead, rows: Rows) -> Compariso
     """Run both heads on ``rows`` and compare; needs an expert-parallel size of 1."""
     with torch.no_grad():
         native_BSH, chosen_BSE = run_native(head, reference, rows, rows.hidden_BSH)
-        want_BSH, router_BSE = reference(rows.token_ids_BS, rows.position_ids_BS, rows.hidden_BSH)
-        flipped_BS, gap_BS = _router_flips(chosen_BSE, router_BSE, want_BSH)
+        want_BSH, routing = reference(rows.token_ids_BS, rows.position_ids_BS, rows.hidden_BSH)
+        flipped_BS, gap_BS = _router_flips(chosen_BSE, routing, want_BSH)
         native = _Scores.of(native_BSH, rows, reference)
         wanted = _Scores.of(want_BSH, rows, reference)
         pre_norm_ce = None
@@ -126,17 +126,13 @@ def run_native(
 
 
 def _router_flips(
-    chosen_BSE: Tensor | None, router_BSE: Tensor | None, like_BSH: Tensor
+    chosen_BSE: Tensor | None, routing: Routing | None, like_BSH: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Where the chosen experts differ from the reference's, and how close its choice was."""
-    if chosen_BSE is None or router_BSE is None:
+    if chosen_BSE is None or routing is None:
         none_BS = torch.zeros(like_BSH.shape[:2], dtype=torch.bool)
         return none_BS, torch.full(like_BSH.shape[:2], float("inf"))
-    count = int(chosen_BSE[0, 0].sum())
-    sorted_BSE, order_BSE = router_BSE.sort(dim=-1, descending=True)
-    wanted_BSE = torch.zeros_like(chosen_BSE).scatter(-1, order_BSE[..., :count], True)
-    gap_BS = sorted_BSE[..., count - 1] - sorted_BSE[..., count]
-    return (wanted_BSE != chosen_BSE).any(-1), gap_BS
+    return (routing.chosen_BSE != chosen_BSE).any(-1), routing.gap_BS
 
 
 def _rows(x_BS: Tensor) -> Tensor:

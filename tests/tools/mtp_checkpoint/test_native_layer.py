@@ -3,6 +3,7 @@
 B: batch, S: sequence, H: hidden size.
 """
 
+import dataclasses
 import json
 import shutil
 
@@ -30,6 +31,7 @@ KINDS = (
     Kind("qwen3_5_moe", "packed", "bf16"),
     Kind("qwen3_5", "dense", "bf16"),
     Kind("mimo", "dense", "fp32"),
+    Kind("deepseek_v3", "per-expert", "fp32"),
 )
 
 
@@ -45,6 +47,26 @@ def test_hidden_states_are_those_of_transformers_layers(kind):
     with parallel_world() as groups:
         got_BSH = _hidden(imported(kind, groups), kind, ids_BS, positions_BS, hidden_BSH)
     assert want_BSH.std() > 0.5
+    assert (got_BSH - want_BSH).abs().max() <= 5e-6
+
+
+def test_multi_latent_attention_with_yarn_is_transformers_one():
+    kind = KINDS[4]
+    yarn = dict(type="yarn", factor=40, original_max_position_embeddings=16)
+    yarn |= dict(beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0)
+    plain = directory(kind)
+    scaled = dataclasses.replace(plain, config=plain.config | {"rope_scaling": yarn})
+    ids_BS, positions_BS, hidden_BSH = inputs()
+    model = ReferenceHead.from_directory(scaled)
+    want_BSH, _ = model(ids_BS, positions_BS, hidden_BSH)
+    unscaled_BSH, _ = reference(kind)(ids_BS, positions_BS, hidden_BSH)
+    with parallel_world() as groups:
+        head = build_mtp_block(scaled.config, groups=groups, device="cpu")
+        import_head(scaled, head, groups)
+        got_BSH = _hidden(head, kind, ids_BS, positions_BS, hidden_BSH)
+        with pytest.raises(ValueError, match="consecutive positions only"):
+            _hidden(head, kind, ids_BS, 2 * positions_BS, hidden_BSH)
+    assert (unscaled_BSH - want_BSH).abs().max() > 1e-2
     assert (got_BSH - want_BSH).abs().max() <= 5e-6
 
 
@@ -141,10 +163,14 @@ def test_a_bfloat16_head_is_near_the_float32_one():
 
 
 def test_every_parameter_is_nan_until_something_is_loaded():
-    config = json.loads((directory(KINDS[0]).path / "config.json").read_text())
+    """And a router's bias, which is stored too, but no parameter."""
+    config = json.loads((directory(KINDS[4]).path / "config.json").read_text())
     with parallel_world() as groups:
         head = build_mtp_block(config, groups=groups, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in head.parameters()} == {torch.bfloat16}
     assert all(parameter.isnan().all() for parameter in head.parameters())
+    bias = head.mtp.layers[0].mtp_model_layer.mlp.router.expert_bias
+    assert bias.dtype == torch.float32 and bias.isnan().all()
 
 
 def test_checkpoint_keys_are_those_of_the_transformer_engine_layer():

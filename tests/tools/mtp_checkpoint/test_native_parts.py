@@ -141,6 +141,21 @@ def test_a_configuration_that_the_layer_cannot_express_is_refused(changes, messa
         head_config(directory(Kind()).text_config | changes)
 
 
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(num_experts_per_tok=4), "2 · topk_group; got 4 and 1"),
+        (dict(norm_topk_prob=False), "expected norm_topk_prob True"),
+        (dict(rope_scaling=dict(type="yarn", factor=40)), "original_max_position_embeddings"),
+    ],
+    ids=["groups", "weights", "yarn"],
+)
+def test_a_router_or_rotary_embedding_unlike_deepseeks_is_refused(changes, message):
+    text = directory(Kind("deepseek_v3", "per-expert", "fp32")).text_config
+    with pytest.raises(CheckpointError, match=message):
+        head_config(text | changes)
+
+
 def test_experts_must_divide_over_the_ranks():
     with pytest.raises(CheckpointError, match="8 experts do not divide over 3 ranks"):
         head_config(directory(Kind()).config, expert_parallel_size=3)

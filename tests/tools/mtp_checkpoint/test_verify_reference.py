@@ -57,15 +57,16 @@ from tools.mtp_checkpoint.source import HFDirectory
 from tools.mtp_checkpoint.verify_rows import target_rows
 source = HFDirectory.open({str(path)!r})
 rows = target_rows(source, None, 2, 32)
-out, router = ReferenceHead.from_directory(source)(
+out, routing = ReferenceHead.from_directory(source)(
     rows.token_ids_BS, rows.position_ids_BS, rows.hidden_BSH)
-torch.save([rows.hidden_BSH, rows.pre_norm_BSH, out, router], {str(tmp_path / "clean.pt")!r})
+torch.save([rows.hidden_BSH, rows.pre_norm_BSH, out, routing.gap_BS], {str(tmp_path / "clean.pt")!r})
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
     clean = torch.load(tmp_path / "clean.pt")
     rows = target_rows(directory(KINDS[0]), None, 2, 32)
-    here = reference(KINDS[0])(rows.token_ids_BS, rows.position_ids_BS, rows.hidden_BSH)
-    for got, want in zip((rows.hidden_BSH, rows.pre_norm_BSH, *here), clean, strict=True):
+    out, routing = reference(KINDS[0])(rows.token_ids_BS, rows.position_ids_BS, rows.hidden_BSH)
+    here = (rows.hidden_BSH, rows.pre_norm_BSH, out, routing.gap_BS)
+    for got, want in zip(here, clean, strict=True):
         assert torch.equal(got, want)
 
 
