@@ -7,13 +7,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.source import HFDirectory
@@ -73,7 +76,9 @@ def save_head(head: torch.nn.Module, checkpoint: str | Path, contents: Mapping[s
         (checkpoint / DIST).mkdir(parents=True)
         write_json(checkpoint / MANIFEST, {**contents, "dtype": _dtype_name(head.dtype)})
     dist.barrier()
-    dist_checkpointing.save(head.sharded_state_dict(), str(checkpoint / DIST))
+    free = shutil.disk_usage(checkpoint).free / 1e9  # Megatron's writer drops the system's words
+    with _clear_errors(f"{checkpoint} cannot be written, its disk has {free:.2f} GB free"):
+        dist_checkpointing.save(head.sharded_state_dict(), str(checkpoint / DIST))
     dist.barrier()
 
 
@@ -113,14 +118,12 @@ def load_head(
         device=device,
         implementation=implementation,
     )
-    try:
+    with _clear_errors(f"{checkpoint} cannot be loaded"):
         state = dist_checkpointing.load(
             head.sharded_state_dict(),
             str(Path(checkpoint) / DIST),
             strict=StrictHandling.RAISE_ALL,
         )
-    except Exception as error:
-        raise CheckpointError(f"{checkpoint} cannot be loaded: {error}") from error
     head.load_state_dict(state)
     empty = [name for name, parameter in head.named_parameters() if parameter.isnan().any()]
     if empty:
@@ -131,6 +134,23 @@ def load_head(
 def write_json(path: Path, contents: Any) -> None:
     """Write readable JSON."""
     path.write_text(json.dumps(contents, indent=2, default=str) + "\n", encoding="utf-8")
+
+
+@contextlib.contextmanager
+def _clear_errors(what: str) -> Iterator[None]:
+    """Say in one line what went wrong below: torch reports ranks' errors as pages of traceback."""
+    try:
+        yield
+    except CheckpointException as error:  # a BaseException, so that nobody catches it by chance
+        rank, (reason, _) = next(iter(error.failures.items()))
+        raise CheckpointError(f"{what}: {_one_line(reason)} (rank {rank})") from error
+    except Exception as error:
+        raise CheckpointError(f"{what}: {_one_line(error)}") from error
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[-1]}"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -46,7 +46,9 @@ def import_directory(
         CheckpointError: Something about the input or the destination; nothing has been written.
     """
     directory = HFDirectory.open(path)
-    rules = detect(directory).check(directory)
+    family = detect(directory)
+    rules = family.check(directory)
+    family.check_copies(directory)
     check_experts(rules, ranks)
     check_destination(out, path)
     dtype = dtype or torch.float32

@@ -5,8 +5,10 @@ Reading and writing checkpoints needs no GPU, so the ranks run on the CPU over g
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
+import sys
 import tempfile
 import traceback
 import warnings
@@ -17,6 +19,12 @@ from typing import Any
 from tools.mtp_checkpoint.errors import CheckpointError
 
 _DAYS = 10 * 86400.0  # a large checkpoint on a slow disk is no hang
+
+_TALKATIVE = (
+    "megatron.core.models.gpt.gpt_model",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "torch.utils.cpp_extension",
+)
 
 
 def under_torchrun() -> bool:
@@ -35,14 +43,42 @@ def shared_token() -> str:
 
 
 def on_cpu() -> None:
-    """Make this process build Megatron's modules on the CPU. Call it before torch uses a GPU."""
+    """Make this process build Megatron's modules on the CPU. Call it before torch uses a GPU.
+
+    Raises:
+        CheckpointError: The patched Megatron is not there.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    warnings.filterwarnings("ignore")  # Megatron warns of optional packages at every import
+    _quieten()
+    _find_megatron()
     from tests.support import prepare
 
     prepare()
-    logging.getLogger("megatron").setLevel(logging.ERROR)
+
+
+def _quieten() -> None:
+    """Keep the terminal for the tool: drop warnings that come with every import of Megatron."""
+    warnings.filterwarnings("ignore")
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _find_megatron() -> None:
+    """Take Megatron from where it is installed, or else from the tree that `make tree` builds."""
+    if "megatron.core" not in sys.modules and not _is_whole():
+        sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build" / "tree"))
+        importlib.invalidate_caches()
+        if not _is_whole():
+            raise CheckpointError(
+                "the patched Megatron is not on the path: run `make tree`, or set PYTHONPATH to it"
+            )
+
+
+def _is_whole() -> bool:
+    """This repository's own megatron/ folder holds the added files alone, and no package."""
+    found = importlib.util.find_spec("megatron.core")
+    return found is not None and found.origin is not None
 
 
 def run(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:

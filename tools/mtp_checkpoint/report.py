@@ -101,9 +101,9 @@ def import_table(report: ImportReport, full: bool = False) -> Table:
         if first.dtype != first.target_dtype:
             dtype += " > " + first.target_dtype.replace("torch.", "")
         cells = (
-            first.source if count == 1 else f"{_pattern(first.source)}  x{count}",
+            first.source if count == 1 else f"{pattern(first.source)}  x{count}",
             first.operation,
-            first.target if count == 1 else _pattern(first.target),
+            first.target if count == 1 else pattern(first.target),
             "x".join(map(str, first.shape)),
             dtype,
             f"{sum(row.nbytes for row in rows):,}",
@@ -118,7 +118,7 @@ def import_table(report: ImportReport, full: bool = False) -> Table:
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)|\[\d+\]$")
 
 
-def _pattern(name: str) -> str:
+def pattern(name: str) -> str:
     """The name with an expert's number left open."""
     return _EXPERT.sub(lambda found: "[*]" if found[0].startswith("[") else "*", name)
 
@@ -126,5 +126,5 @@ def _pattern(name: str) -> str:
 def _grouped(rows: tuple[Row, ...], full: bool) -> list[list[Row]]:
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        groups.setdefault(row.source if full else _pattern(row.source), []).append(row)
+        groups.setdefault(row.source if full else pattern(row.source), []).append(row)
     return list(groups.values())

@@ -7,9 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.rules import Dims, Entry, Rule, expand
 from tools.mtp_checkpoint.source import DTYPES, HFDirectory, dtype_problem
+
+
+_ROWS = 8192  # compared at a time
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,24 @@ class Family:
         prefix = self.key_prefix(directory.text_config)
         pairs = {prefix + key: of for key, of in self.copies.items()}
         return {key: of for key, of in pairs.items() if key in directory.tensors}
+
+    def check_copies(self, directory: HFDirectory) -> None:
+        """Read the copies and refuse those that are none: the head would have its own embedding.
+
+        Raises:
+            CheckpointError: One differs from what it should be a copy of.
+        """
+        for key, of in self.copied_keys(directory).items():
+            info, target = directory.tensors[key], directory.tensors.get(of)
+            same = target is not None and (info.shape, info.dtype) == (target.shape, target.dtype)
+            for start in range(0, info.shape[0] if same else 0, _ROWS):
+                rows = (directory.read_rows(name, start, start + _ROWS) for name in (key, of))
+                same = same and torch.equal(*rows)
+            if not same:
+                raise CheckpointError(
+                    f"{key} is no copy of {of}: the head has an embedding or output layer of its "
+                    "own, which is not supported"
+                )
 
     def _key_problems(self, directory: HFDirectory, rules: tuple[Rule, ...]) -> list[str]:
         shapes = {piece.key: piece.tensor_shape for rule in rules for piece in rule.pieces}
