@@ -10,6 +10,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support import parallel_world, prepare, run_ranks
+from tests.support.device import device
 from tests.tools.mtp_checkpoint.native_support import Kind, directory, inputs
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.native.attention import SDPACoreAttention
@@ -62,9 +63,9 @@ def test_the_norm_of_bfloat16_is_the_float32_one_rounded():
 def test_attention_is_upstreams_without_its_mask():
     config = _config()
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(9, 2, 4, 16, generator=generator)
-    key, value = torch.randn(2, 9, 2, 2, 16, generator=generator)
-    mask = torch.ones(9, 9, dtype=torch.bool).triu(1)[None, None]
+    query = torch.randn(9, 2, 4, 16, generator=generator).to(device())
+    key, value = torch.randn(2, 9, 2, 2, 16, generator=generator).to(device())
+    mask = torch.ones(9, 9, dtype=torch.bool, device=device()).triu(1)[None, None]
     with parallel_world() as groups:
         args = dict(layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
         want = DotProductAttention(config, **args, pg_collection=groups)(query, key, value, mask)
@@ -90,9 +91,9 @@ def test_attention_refuses_what_it_would_get_wrong():
 
 
 def test_the_head_refuses_multimodal_positions_and_shapes_that_do_not_fit():
-    ids_BS, positions_BS, hidden_BSH = inputs(batch=2, length=8)
+    ids_BS, positions_BS, hidden_BSH = (x.to(device()) for x in inputs(batch=2, length=8))
     hidden_SBH = hidden_BSH.transpose(0, 1)
-    embed = torch.nn.Embedding(768, 64)
+    embed = torch.nn.Embedding(768, 64, device=device())
     with parallel_world() as groups:
         head = build_mtp_block(directory(Kind()).config, groups=groups)
         with pytest.raises(ValueError, match="images and videos are not supported"):
