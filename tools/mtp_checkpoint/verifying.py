@@ -23,9 +23,10 @@ from tools.mtp_checkpoint.comparing import (
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.reference import ReferenceHead
 from tools.mtp_checkpoint.source import HFDirectory
+from tools.mtp_checkpoint.verify_options import TOLERANCE, add_arguments
 from tools.mtp_checkpoint.verify_rows import Rows, random_rows, target_rows
 
-TOLERANCE = 1e-5
+__all__ = ["Check", "VerifyReport", "add_arguments", "report_on", "run", "show", "verify"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,31 +160,6 @@ def verify(
     else:
         rows = random_rows(source, batch, length, seed)
     return report_on(rows, compare(head.eval(), reference, rows), tolerance)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's options; the two directories are the caller's."""
-    parser.add_argument(
-        "--rows-from",
-        choices=("target", "random"),
-        default="target",
-        help="hidden states of the target, run through transformers (default), or random ones",
-    )
-    parser.add_argument(
-        "--text", type=Path, help="UTF-8 text for the target; default: Python's manual"
-    )
-    parser.add_argument(
-        "--sequences", type=int, default=8, help="sequences to compare on (default 8)"
-    )
-    parser.add_argument("--length", type=int, default=64, help="tokens of each (default 64)")
-    parser.add_argument("--seed", type=int, default=0, help="of random rows (default 0)")
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        default=TOLERANCE,
-        help=f"largest difference allowed in a hidden state (default {TOLERANCE:g})",
-    )
-    parser.add_argument("--json", type=Path, help="write all figures, per row, to this file")
 
 
 def run(options: argparse.Namespace) -> int:
