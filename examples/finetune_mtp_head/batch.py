@@ -6,7 +6,7 @@ The head at position t sees the model's hidden state of t and token t + 1, and p
 
     tokens       10 11 12 13        mask (assistant)   0  0  1  1
     labels       11 12 13  –        loss_mask          0  1  1  0
-    depth 1      12 13  –  –        its mask           1  1  0  0      (the last two rows never count)
+    depth 1      12 13  –  –        its mask           1  1  0  0     (the last two never count)
 """
 
 from collections.abc import Iterable

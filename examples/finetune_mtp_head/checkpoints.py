@@ -1,8 +1,8 @@
 """Checkpoints from which a run continues as if it had never stopped.
 
-    OUTPUT/checkpoints/step-000020/head/           what tools.mtp_checkpoint reads: load, export
-    OUTPUT/checkpoints/step-000020/optimizer/      Adam's state, generators of each rank, samples seen
-    OUTPUT/checkpoints/step-000020/training.json   step, settings, number of ranks, data's checksum
+    OUTPUT/checkpoints/step-000020/head/          what tools.mtp_checkpoint reads: load, export
+    OUTPUT/checkpoints/step-000020/optimizer/     Adam's state, each rank's generators, samples seen
+    OUTPUT/checkpoints/step-000020/training.json  step, settings, number of ranks, data's checksum
 
 A checkpoint has its name only once it is complete.
 """
@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from tools.mtp_checkpoint.checkpoint import save_head, write_json
+from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.staging import staged
 
 FOLDER, HEAD = "checkpoints", "head"
@@ -59,7 +60,7 @@ def save(trainer: Trainer, manifest: dict[str, Any], fingerprint: str) -> Path:
     try:
         with staged(out, owner=is_first, token="run") as partial:
             _write(trainer, partial, manifest, fingerprint)
-    except (OSError, CheckpointException, CheckpointingException) as error:
+    except (OSError, CheckpointError, CheckpointException, CheckpointingException) as error:
         raise FinetuneError(
             f"{out} cannot be written: {error}. Earlier checkpoints are complete: make room and "
             "continue with --resume"

@@ -36,7 +36,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Sample:
-    """One row: ``tokens`` int64 [n], ``mask`` bool [n], true where the assistant wrote the token."""
+    """One row: ``tokens`` int64 [n]; ``mask`` bool [n], true for the assistant's tokens."""
 
     tokens: Tensor
     mask: Tensor

@@ -103,7 +103,7 @@ class TrainableHead:
             )
 
     def update(self) -> UpdateResult:
-        """Clip and apply the reduced gradients. The first step has the first warm-up rate, not 0."""
+        """Clip and apply the reduced gradients; the first step has a rate above 0 already."""
         self.schedule.step(increment=1)
         lr = max(group["lr"] for group in self.optimizer.param_groups)
         _, norm, _ = self.optimizer.step()

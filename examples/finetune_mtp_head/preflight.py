@@ -183,7 +183,8 @@ def _agreement(
 def _target(trainer: Trainer, before: str) -> tuple[bool, str]:
     """The target is what it was, and has no gradients."""
     target = trainer.target
-    touched = [n for n, p in target.model.named_parameters() if p.requires_grad or p.grad is not None]
+    named = target.model.named_parameters()
+    touched = [name for name, p in named if p.requires_grad or p.grad is not None]
     if touched:
         return False, f"{len(touched)} of its parameters take gradients, first {touched[0]}"
     if (after := target.checksum()) != before:

@@ -94,7 +94,7 @@ class FrozenTarget:
         positions spread over the row.
 
         Args:
-            tokens_BS: int64; padding on the right needs no mask, a causal model does not look there.
+            tokens_BS: int64; padding is on the right, where a causal model does not look.
             prove_all: compare the logits of all positions.
 
         Raises:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.finetune_mtp_head.__main__ import main
 from examples.finetune_mtp_head.bundled import write_bundled
 from examples.finetune_mtp_head.loading import LoadedHead
 from examples.finetune_mtp_head.run import prepared
@@ -22,6 +23,9 @@ from tools.tiny_checkpoint import make
 
 _scratch = tempfile.TemporaryDirectory(prefix="finetune-tests-")  # until the process ends
 EXPERTS = 8  # of the tiny model
+_SMALL = (
+    "--batch-size 8 --micro-batch-size 4 --lr 1e-2 --min-lr 1e-3 --warmup-steps 2 --eval-every 2"
+).split()
 
 
 @functools.cache
@@ -61,6 +65,17 @@ def settings(output: Path | str = "unused", **options: Any) -> Settings:
         keep_checkpoints=0,
     )
     return Settings(**{**base, **options})
+
+
+def data() -> list[str]:
+    """A few of the bundled conversations."""
+    train, held_out = conversations()
+    return ["--data", str(train), "--held-out-data", str(held_out)]
+
+
+def run(model: Path, output: Path, *arguments: object) -> int:
+    """Run the example in this process; its ranks are forked."""
+    return main(["--model", str(model), "--output", str(output), *_SMALL, *map(str, arguments)])
 
 
 def build(given: Settings, groups: Any, **options: Any) -> tuple[Trainer, LoadedHead]:

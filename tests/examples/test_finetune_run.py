@@ -1,18 +1,12 @@
-"""The fine-tuning example from the command line: it learns, reports, resumes, exports, refuses.
+"""The fine-tuning example from the command line: it learns, reports, resumes, exports.
 
     pytest tests/examples/test_finetune_run.py
 
 Trains a tiny target for the head to imitate. About 45 seconds on one core.
 """
 
-import dataclasses
-import importlib.util
-import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,27 +16,8 @@ from tests.support import launch, prepare
 
 prepare()
 
-from examples.finetune_mtp_head.__main__ import main
-from examples.finetune_mtp_head.options import parse
 from examples.finetune_mtp_head.report import read_metrics
-from examples.finetune_mtp_head.settings import Settings
-from tests.examples.finetune_support import conversations, tiny_model
-
-ROOT = Path(__file__).resolve().parents[2]
-SMALL = (
-    "--batch-size 8 --micro-batch-size 4 --lr 1e-2 --min-lr 1e-3 --warmup-steps 2 --eval-every 2"
-).split()
-
-
-def data() -> list[str]:
-    """A few of the bundled conversations."""
-    train, held_out = conversations()
-    return ["--data", str(train), "--held-out-data", str(held_out)]
-
-
-def run(model: Path, output: Path, *arguments: object) -> int:
-    """Run the example in this process; its ranks are forked."""
-    return main(["--model", str(model), "--output", str(output), *SMALL, *map(str, arguments)])
+from tests.examples.finetune_support import conversations, data, run, tiny_model
 
 
 def weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -75,7 +50,7 @@ def test_the_loss_on_held_out_text_falls_and_the_frozen_model_accepts_more_draft
     assert last["acceptance"] > first["acceptance"] + 0.1
     assert last["targets"] == first["targets"] > 1000
     losses = [record["loss"] for record in records]
-    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] == min(losses)
 
 
 def test_every_step_has_a_line_and_tensorboard_the_same_numbers(trained):
@@ -149,118 +124,3 @@ def test_preflight_that_fails_has_status_1(tmp_path, capfd):
 def test_torchrun_starts_the_same_preflight(tmp_path):
     arguments = ["--model", tiny_model(), "--output", tmp_path / "out", *data(), "--preflight"]
     launch("examples.finetune_mtp_head", 2, [*arguments, "--expert-parallel-size", 2])
-
-
-def other_model(folder: Path) -> Path:
-    """A head imported from a model of another width."""
-    from tools.mtp_checkpoint.importing import import_directory
-    from tools.tiny_checkpoint import make
-
-    make(folder / "wide", dtype="fp32", hidden=32)
-    import_directory(folder / "wide", folder / "head")
-    return folder / "head"
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_head_of_another_model_is_refused(tmp_path, capsys, ranks):
-    head = other_model(tmp_path)
-    assert run(tiny_model(), tmp_path / "out", *data(), "--head", head, "--ranks", ranks) == 2
-    error = capsys.readouterr().err
-    assert "is the head of another model" in error and "hidden_size 32 instead of 64" in error
-    assert "Traceback" not in error
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data", "EMPTY"], "holds no *.jsonl file"),
-        (["--data", "SILENT"], "has no assistant turn"),
-        (["--max-length", "20"], "more than --max-length 20"),
-        (["--head", "EMPTY"], "has no mtp_head.json"),
-        (["--expert-parallel-size", "3", "--ranks", "3"], "choose a divisor of 8"),
-        (["--held-out-data", "", "--held-out", "36"], "lower --held-out"),
-    ],
-)
-def test_input_that_cannot_be_used_is_refused_with_status_2(tmp_path, capsys, arguments, message):
-    (tmp_path / "EMPTY").mkdir()
-    (tmp_path / "SILENT").mkdir()
-    line = json.dumps({"messages": [{"role": "user", "content": "Anybody there?"}]})
-    (tmp_path / "SILENT" / "data.jsonl").write_text(line)
-    given = [*data(), *(str(tmp_path / a) if a.isupper() else a for a in arguments)]
-    if "" in given:  # hold out samples of the training data instead
-        given = given[:2] + given[-2:]
-    assert run(tiny_model(), tmp_path / "out", *given) == 2
-    error = capsys.readouterr().err
-    assert message in error and "Traceback" not in error
-    assert not (tmp_path / "out" / "checkpoints").exists()
-
-
-def damaged(tmp_path: Path, how: str) -> Path:
-    """A copy of the tiny model that cannot be used."""
-    model = shutil.copytree(tiny_model(), tmp_path / "model")
-    if how == "no template":
-        config = json.loads((model / "tokenizer_config.json").read_text())
-        config.pop("chat_template", None)
-        (model / "tokenizer_config.json").write_text(json.dumps(config))
-        (model / "chat_template.jinja").unlink(missing_ok=True)
-    elif how == "a shard gone":
-        sorted(model.glob("*.safetensors"))[0].unlink()
-    return model
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [("no template", "has no chat template"), ("a shard gone", "safetensors")],
-)
-def test_a_model_that_cannot_be_used_is_refused(tmp_path, capsys, how, message):
-    assert run(damaged(tmp_path, how), tmp_path / "out", *data()) == 2
-    error = capsys.readouterr().err
-    assert message in error and "Traceback" not in error
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
-        (["--ranks", "3", "--expert-parallel-size", "2"], "2 does not divide the 3 ranks"),
-        (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
-        (["--max-length", "2"], "max_length must be at least 3, got 2"),
-        (["--epochs", "0"], "epochs must be at least 1"),
-        (["--lr", "0"], "expected 0 < lr"),
-        (["--lr", "1e-6"], "min_lr"),
-        (["--clip-grad", "0"], "inf does not clip"),
-        (["--beta2", "1"], "beta2 must be in [0, 1)"),
-        (["--weight-decay", "-1"], "weight_decay must not be negative"),
-        (["--long-samples", "keep"], "invalid choice: 'keep'"),
-        (["--resume"], "holds no run"),
-        (["--export", "."], "exists; nothing is overwritten"),
-        (["--output", __file__], "is a file"),
-        (["--model", "."], "has no config.json"),
-        (["--implementation", "te"], "transformer_engine is not installed"),
-    ],
-)
-def test_arguments_that_cannot_work_are_refused(arguments, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    if "te" in arguments and importlib.util.find_spec("transformer_engine"):
-        pytest.skip("Transformer Engine is installed")
-    base = ["--model", str(tiny_model()), "--output", str(tmp_path / "out")]
-    with pytest.raises(SystemExit) as refusal:
-        parse([*base, *arguments])
-    assert refusal.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_every_setting_has_an_option_with_its_own_default(tmp_path):
-    options = parse(["--model", str(tiny_model()), "--output", str(tmp_path / "out")])
-    assert options.settings == Settings(tiny_model(), tmp_path / "out")
-    shown = subprocess.run(
-        [sys.executable, "-m", "examples.finetune_mtp_head", "--help"],
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert shown.returncode == 0, shown.stderr
-    for field in dataclasses.fields(Settings):
-        assert f"--{field.name.replace('_', '-')}" in shown.stdout
