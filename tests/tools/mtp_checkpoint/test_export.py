@@ -183,6 +183,15 @@ def test_a_shard_of_experts_alone_may_go_but_leaves_no_trace(tiny, imported, tmp
     assert last in opened.tensors
 
 
+def test_shards_keep_about_their_sizes_when_the_layout_changes(tiny, imported, tmp_path):
+    for source, target in zip(LAYOUTS, reversed(LAYOUTS)):
+        like, out = tiny("qwen3_5_moe", source), tmp_path / source
+        export_directory(imported("qwen3_5_moe", source), like, out, layout=target)
+        largest = max(info.nbytes for info in HFDirectory.open(out).tensors.values())
+        for file in like.glob("*.safetensors"):
+            assert abs(file.stat().st_size - (out / file.name).stat().st_size) <= largest
+
+
 def test_each_tensor_keeps_the_dtype_it_has_and_stays_aligned(tiny, imported, tmp_path):
     like = copy_of(tiny(), tmp_path / "like")
     wide = tensors(like)["mtp.layers.0.mlp.gate.weight"].float()

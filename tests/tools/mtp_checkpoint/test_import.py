@@ -193,7 +193,7 @@ def test_rows_of_ranks_that_do_not_fit_together_are_refused(tiny):
     rules = detect(directory).check(directory)
     rows = []
     for rule in rules:
-        rows += mapping.fill(rule, directory, torch.empty(rule.target_shape))
+        rows += importing.fill_and_report(rule, directory, torch.empty(rule.target_shape))
     assert merge_rows(rules, [rows]) == tuple(rows)
     with pytest.raises(CheckpointError, match="not used as often .* 0 times, expected 1"):
         merge_rows(rules, [rows[1:]])
