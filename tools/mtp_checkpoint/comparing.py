@@ -13,12 +13,9 @@ from torch import Tensor
 
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from tools.mtp_checkpoint.native.layer import NativeHead
-from tools.mtp_checkpoint.reference import ReferenceHead
+from tools.mtp_checkpoint.reference import ReferenceHead, Routing
+from tools.mtp_checkpoint.verify_options import TIE_GAP
 from tools.mtp_checkpoint.verify_rows import Rows
-
-TIE_GAP = 1e-4  # of router logits: experts closer than this may come in either order
-CE_LIMIT = 5e-8  # relative, of the mean: equal to 7 digits
-RECOMPUTE_LIMIT = 1e-7  # relative, of the mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,17 +77,21 @@ class Comparison:
 
 
 def compare(head: NativeHead, reference: ReferenceHead, rows: Rows) -> Comparison:
-    """Run both heads on ``rows`` and compare; needs an expert-parallel size of 1."""
+    """Run both heads on ``rows`` and compare; needs an expert-parallel size of 1.
+
+    The reference runs on the CPU, the native head wherever it is.
+    """
     with torch.no_grad():
         native_BSH, chosen_BSE = run_native(head, reference, rows, rows.hidden_BSH)
-        want_BSH, router_BSE = reference(rows.token_ids_BS, rows.position_ids_BS, rows.hidden_BSH)
-        flipped_BS, gap_BS = _router_flips(chosen_BSE, router_BSE, want_BSH)
-        native = _Scores.of(native_BSH, rows, reference)
-        wanted = _Scores.of(want_BSH, rows, reference)
+        want_BSH, routing = reference(rows.token_ids_BS, rows.position_ids_BS, rows.hidden_BSH)
+        flipped_BS, gap_BS = _router_flips(chosen_BSE, routing, want_BSH)
+        device = _device(head)
+        native = _Scores.of(native_BSH, rows, reference, device)
+        wanted = _Scores.of(want_BSH, rows, reference, device)
         pre_norm_ce = None
         if rows.pre_norm_BSH is not None:
             wrong_BSH, _ = run_native(head, reference, rows, rows.pre_norm_BSH)
-            pre_norm_ce = _Scores.of(wrong_BSH, rows, reference).exact_N.mean().item()
+            pre_norm_ce = _Scores.of(wrong_BSH, rows, reference, device).exact_N.mean().item()
     return Comparison(
         delta_N=_rows(native_BSH - want_BSH).abs().amax(-1),
         scale=_rows(want_BSH).square().mean().sqrt().item(),
@@ -107,36 +108,43 @@ def compare(head: NativeHead, reference: ReferenceHead, rows: Rows) -> Compariso
 def run_native(
     head: NativeHead, reference: ReferenceHead, rows: Rows, hidden_BSH: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """The native head's hidden states [B, S, H], and its choice of experts [B, S, E] or None."""
-    chosen = []
+    """The native head's hidden states [B, S, H], and its choice of experts [B, S, E] or None.
+
+    Both on the CPU.
+    """
+    device, chosen = _device(head), []
     router = getattr(head.mtp.layers[0].mtp_model_layer.mlp, "router", None)
     hook = None
     if router is not None:
         hook = router.register_forward_hook(lambda _m, _i, out: chosen.append(out[1]))
     try:
-        hidden_SBH = hidden_BSH.transpose(0, 1)
-        out_SBH = head(rows.token_ids_BS, rows.position_ids_BS, hidden_SBH, reference.embed)
+        out_SBH = head(
+            rows.token_ids_BS.to(device),
+            rows.position_ids_BS.to(device),
+            hidden_BSH.transpose(0, 1).to(device),
+            lambda ids_BS: reference.embed(ids_BS.cpu()).to(device),
+        ).cpu()
     finally:
         if hook is not None:
             hook.remove()
     if not chosen:
         return out_SBH.transpose(0, 1), None
     length, batch, _ = out_SBH.shape
-    return out_SBH.transpose(0, 1), chosen[0].unflatten(0, (length, batch)).transpose(0, 1)
+    return out_SBH.transpose(0, 1), chosen[0].cpu().unflatten(0, (length, batch)).transpose(0, 1)
 
 
 def _router_flips(
-    chosen_BSE: Tensor | None, router_BSE: Tensor | None, like_BSH: Tensor
+    chosen_BSE: Tensor | None, routing: Routing | None, like_BSH: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Where the chosen experts differ from the reference's, and how close its choice was."""
-    if chosen_BSE is None or router_BSE is None:
+    if chosen_BSE is None or routing is None:
         none_BS = torch.zeros(like_BSH.shape[:2], dtype=torch.bool)
         return none_BS, torch.full(like_BSH.shape[:2], float("inf"))
-    count = int(chosen_BSE[0, 0].sum())
-    sorted_BSE, order_BSE = router_BSE.sort(dim=-1, descending=True)
-    wanted_BSE = torch.zeros_like(chosen_BSE).scatter(-1, order_BSE[..., :count], True)
-    gap_BS = sorted_BSE[..., count - 1] - sorted_BSE[..., count]
-    return (wanted_BSE != chosen_BSE).any(-1), gap_BS
+    return (routing.chosen_BSE != chosen_BSE).any(-1), routing.gap_BS
+
+
+def _device(head: NativeHead) -> torch.device:
+    return next(head.parameters()).device
 
 
 def _rows(x_BS: Tensor) -> Tensor:
@@ -153,7 +161,9 @@ class _Scores:
     argmax_N: Tensor
 
     @classmethod
-    def of(cls, hidden_BSH: Tensor, rows: Rows, reference: ReferenceHead) -> _Scores:
+    def of(
+        cls, hidden_BSH: Tensor, rows: Rows, reference: ReferenceHead, device: torch.device
+    ) -> _Scores:
         parts = []
         for hidden_SH, ids_S in zip(hidden_BSH, rows.token_ids_BS, strict=True):
             # Position t predicts token t + 2. One sequence at a time bounds the logits' memory.
@@ -163,7 +173,9 @@ class _Scores:
                 logits_NV.double(), targets_N, reduction="none"
             )
             best_N = logits_NV.argmax(-1)
-            # Last: it overwrites the logits.
-            megatron_N = vocab_parallel_cross_entropy(logits_NV[:, None], targets_N[:, None])[:, 0]
-            parts.append((megatron_N, exact_N, best_N))
+            # Last, because it overwrites the logits; on the device of Megatron's groups.
+            megatron_N1 = vocab_parallel_cross_entropy(
+                logits_NV[:, None].to(device), targets_N[:, None].to(device)
+            )
+            parts.append((megatron_N1[:, 0].cpu(), exact_N, best_N))
         return cls(*(torch.cat(part) for part in zip(*parts, strict=True)))

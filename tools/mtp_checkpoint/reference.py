@@ -29,7 +29,8 @@ class ReferenceFamily:
         config: Name of the configuration class.
         rotary: Name of the rotary embedding class.
         renames: Patterns from checkpoint keys to those of `ReferenceHead`; a key that none
-            matches in full is not part of the head.
+            matches in full is not part of the head. LAST stands for the number of the target's
+            layers.
         hidden_first: The projection's input is [hidden, embedding] instead of the reverse.
         ignored: Pattern of head keys that are copies of the target's tensors.
     """
@@ -73,7 +74,35 @@ _REFERENCES = {
         ),
         hidden_first=True,
     ),
+    "deepseek_v3": ReferenceFamily(
+        "deepseek_v3.modeling_deepseek_v3",
+        "DeepseekV3",
+        "DeepseekV3Config",
+        "DeepseekV3RotaryEmbedding",
+        (
+            (r"model\.layers\.LAST\.enorm\.(.+)", r"pre_fc_norm_embedding.\1"),
+            (r"model\.layers\.LAST\.hnorm\.(.+)", r"pre_fc_norm_hidden.\1"),
+            (r"model\.layers\.LAST\.eh_proj\.(.+)", r"fc.\1"),
+            (r"model\.layers\.LAST\.shared_head\.norm\.(.+)", r"norm.\1"),
+            (r"model\.layers\.LAST\.(.+)", r"layers.0.\1"),
+        ),
+        ignored=r"model\.layers\.LAST\.(embed_tokens|shared_head\.head)\.weight",
+    ),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Routing:
+    """What the reference's router did.
+
+    Attributes:
+        chosen_BSE: Whether a row goes to an expert.
+        gap_BS: Between the last logit chosen and the first one not: how close the choice was.
+            inf where the choice is not one of largest logits (groups, biases).
+    """
+
+    chosen_BSE: Tensor
+    gap_BS: Tensor
 
 
 class ReferenceHead(torch.nn.Module):
@@ -118,7 +147,7 @@ class ReferenceHead(torch.nn.Module):
             directory: A ``tools.mtp_checkpoint.source.HFDirectory``.
             dtype: Of parameters and computation.
             rounded_to: Round every parameter to this dtype first, for a comparison with a head
-                that was stored in it.
+                that was stored in it. A router's bias is not a parameter, and stays float32.
 
         Raises:
             CheckpointError: No reference for the model type, or tensors of the head that are
@@ -134,11 +163,13 @@ class ReferenceHead(torch.nn.Module):
         head = cls(family, text_config).to(dtype)
         tensors = {}
         for key in directory.tensors:
-            name = _renamed(key, family)
+            name = _renamed(key, family, text_config["num_hidden_layers"])
             if name is not None:
-                tensor = directory.read(key)
-                tensors[name] = (tensor.to(rounded_to) if rounded_to else tensor).to(dtype)
+                tensors[name] = directory.read(key).to(dtype)
         head._load(_stacked(tensors))
+        if rounded_to is not None:
+            for parameter in head.parameters():
+                parameter.data = parameter.data.to(rounded_to).to(dtype)
         head.embedding_VH, head.output_VH = target_matrices(directory, dtype)
         return head.eval().requires_grad_(False)
 
@@ -154,14 +185,14 @@ class ReferenceHead(torch.nn.Module):
 
     def forward(
         self, token_ids_BS: Tensor, position_ids_BS: Tensor, hidden_BSH: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """The head's hidden states after its final norm, and its router's logits.
+    ) -> tuple[Tensor, Routing | None]:
+        """The head's hidden states after its final norm, and its router's choice.
 
         Position t combines ``hidden_BSH[:, t]`` with the embedding of token t + 1, and of token
         0 behind the last one.
 
         Returns:
-            [B, S, H], and [B, S, E] or None for a dense head.
+            [B, S, H], and the routing or None for a dense head.
         """
         batch, length = token_ids_BS.shape
         hidden_BSH = hidden_BSH.to(self.fc.weight.dtype)
@@ -172,8 +203,8 @@ class ReferenceHead(torch.nn.Module):
         ]
         x_BSH = self.fc(torch.cat(both[::-1] if self.hidden_first else both, dim=-1))
         mask_11SS = torch.full((1, 1, length, length), float("-inf"), dtype=x_BSH.dtype).triu(1)
-        logits = []
-        hook = self._hook_router(logits)
+        routed = []
+        hook = self._hook_router(routed)
         try:
             x_BSH = self.layers[0](
                 x_BSH,
@@ -183,29 +214,42 @@ class ReferenceHead(torch.nn.Module):
             )
         finally:
             hook()
-        router_BSE = logits[0].unflatten(0, (batch, length)) if logits else None
-        return self.norm(x_BSH), router_BSE
+        routing = _routing(*routed[0], (batch, length)) if routed else None
+        return self.norm(x_BSH), routing
 
-    def _hook_router(self, logits: list[Tensor]) -> Any:
-        """Append the router's logits to the list; returns what ends that."""
+    def _hook_router(self, routed: list[tuple[Tensor, Tensor]]) -> Any:
+        """Append the router's logits and indices to the list; returns what ends that."""
         gate = getattr(self.layers[0].mlp, "gate", None)
         if gate is None:
             return lambda: None
-        hook = gate.register_forward_hook(lambda _module, _in, out: logits.append(out[0]))
+        hook = gate.register_forward_hook(lambda _m, _in, out: routed.append((out[0], out[2])))
         return hook.remove
+
+
+def _routing(logits: Tensor, indices: Tensor, shape: tuple[int, int]) -> Routing:
+    """From a router's logits [B·S, E] and the indices [B·S, k] it chose."""
+    chosen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, indices, True)
+    infinite = torch.full_like(logits, float("inf"))
+    gap = torch.where(chosen, logits, infinite).amin(-1) + torch.where(
+        chosen, infinite, -logits
+    ).amin(-1)
+    gap = torch.where(gap < 0, infinite[:, 0], gap)
+    return Routing(chosen.unflatten(0, shape), gap.unflatten(0, shape))
 
 
 def _layer_config(text_config: dict[str, Any]) -> dict[str, Any]:
     """The head's one layer: full attention, whatever layers the target has."""
-    changed = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-    return {k: v for k, v in text_config.items() if k != "model_type"} | changed
+    kept = {key: value for key, value in text_config.items() if key != "model_type"}
+    wanted = {"layer_types": ["full_attention"], "first_k_dense_replace": 0}
+    kept |= {key: value for key, value in wanted.items() if key in kept}
+    return kept | {"num_hidden_layers": 1}
 
 
-def _renamed(key: str, family: ReferenceFamily) -> str | None:
-    if re.fullmatch(family.ignored, key):
+def _renamed(key: str, family: ReferenceFamily, layers: int) -> str | None:
+    if re.fullmatch(family.ignored.replace("LAST", str(layers)), key):
         return None
     for pattern, replacement in family.renames:
-        if match := re.fullmatch(pattern, key):
+        if match := re.fullmatch(pattern.replace("LAST", str(layers)), key):
             return match.expand(replacement)
     return None
 
@@ -226,9 +270,9 @@ def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             gate_up = [torch.cat([parts[e, "gate"], parts[e, "up"]]) for e in range(count)]
             whole[f"{prefix}.gate_up_proj"] = torch.stack(gate_up)
             whole[f"{prefix}.down_proj"] = torch.stack([parts[e, "down"] for e in range(count)])
-        except KeyError as error:
+        except (KeyError, RuntimeError) as error:  # one is missing, or of another shape
             raise CheckpointError(
-                f"{prefix}: expected gate, up and down of {count} experts, {error} is missing"
+                f"{prefix}: expected gate, up and down of {count} equal experts: {error}"
             ) from error
     return whole
 

@@ -7,25 +7,28 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tools.mtp_checkpoint import launch
 from tools.mtp_checkpoint.checkpoint import DTYPES, load_head, read_manifest
-from tools.mtp_checkpoint.comparing import (
-    CE_LIMIT,
-    RECOMPUTE_LIMIT,
-    TIE_GAP,
-    Comparison,
-    compare,
-)
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.reference import ReferenceHead
 from tools.mtp_checkpoint.source import HFDirectory
+from tools.mtp_checkpoint.verify_options import (
+    CE_LIMIT,
+    RECOMPUTE_LIMIT,
+    TIE_GAP,
+    TOLERANCE,
+    add_arguments,
+)
 from tools.mtp_checkpoint.verify_rows import Rows, random_rows, target_rows
 
-TOLERANCE = 1e-5
+if TYPE_CHECKING:
+    from tools.mtp_checkpoint.comparing import Comparison
+
+__all__ = ["Check", "VerifyReport", "add_arguments", "report_on", "run", "show", "verify"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +116,7 @@ def report_on(rows: Rows, comparison: Comparison, tolerance: float = TOLERANCE) 
         ),
     ]
     if c.pre_norm_ce is not None:
-        checks.append(informative("mean CE if fed pre-norm states (a mistake)", c.pre_norm_ce))
+        checks.append(informative("mean CE if fed pre-norm states (a trained head: higher)", c.pre_norm_ce))
     return VerifyReport(rows.source, len(c.delta_N), c, tuple(checks))
 
 
@@ -148,6 +151,8 @@ def verify(
     Raises:
         CheckpointError: Something cannot be read, or the target cannot be run.
     """
+    from tools.mtp_checkpoint.comparing import compare  # Megatron, once `launch` has found it
+
     if batch < 1 or length < 3:
         raise CheckpointError(f"rows: expected at least 1 × 3 tokens, got {batch} × {length}")
     source = HFDirectory.open(directory)
@@ -159,31 +164,6 @@ def verify(
     else:
         rows = random_rows(source, batch, length, seed)
     return report_on(rows, compare(head.eval(), reference, rows), tolerance)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's options; the two directories are the caller's."""
-    parser.add_argument(
-        "--rows-from",
-        choices=("target", "random"),
-        default="target",
-        help="hidden states of the target, run through transformers (default), or random ones",
-    )
-    parser.add_argument(
-        "--text", type=Path, help="UTF-8 text for the target; default: Python's manual"
-    )
-    parser.add_argument(
-        "--sequences", type=int, default=8, help="sequences to compare on (default 8)"
-    )
-    parser.add_argument("--length", type=int, default=64, help="tokens of each (default 64)")
-    parser.add_argument("--seed", type=int, default=0, help="of random rows (default 0)")
-    parser.add_argument(
-        "--tolerance",
-        type=float,
-        default=TOLERANCE,
-        help=f"largest difference allowed in a hidden state (default {TOLERANCE:g})",
-    )
-    parser.add_argument("--json", type=Path, help="write all figures, per row, to this file")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tests.support.device import device
 from tools.mtp_checkpoint.importing import import_head
 from tools.mtp_checkpoint.native.layer import NativeHead, build_mtp_block
 from tools.mtp_checkpoint.reference import ReferenceHead
@@ -46,11 +47,23 @@ def reference(kind: Kind) -> ReferenceHead:
 
 
 def imported(kind: Kind, groups: Any, dtype: torch.dtype = torch.float32) -> NativeHead:
-    """Its head, built and filled."""
+    """Its head, built on the test's device and filled."""
     source = directory(kind)
-    head = build_mtp_block(source.config, groups=groups, dtype=dtype, device="cpu")
+    head = build_mtp_block(source.config, groups=groups, dtype=dtype, device=device())
     import_head(source, head, groups)
     return head
+
+
+def hidden_states(head: NativeHead, kind: Kind, ids_BS, positions_BS, hidden_BSH) -> torch.Tensor:
+    """What the head makes of inputs on the CPU: [B, S, H], on the CPU."""
+    embedding_VH = reference(kind).embedding_VH.to(device())
+    out_SBH = head(
+        ids_BS.to(device()),
+        positions_BS.to(device()),
+        hidden_BSH.transpose(0, 1).to(device()),
+        lambda ids: torch.nn.functional.embedding(ids, embedding_VH),
+    )
+    return out_SBH.transpose(0, 1).cpu()
 
 
 def inputs(batch: int = 4, length: int = 24, hidden: int = 64, vocab: int = 768, seed: int = 0):

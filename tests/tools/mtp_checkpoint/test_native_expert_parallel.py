@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from tests.support import parallel_world, prepare, run_ranks
-from tests.tools.mtp_checkpoint.native_support import Kind, directory, imported, inputs, reference
+from tests.tools.mtp_checkpoint.native_support import (
+    Kind,
+    directory,
+    hidden_states,
+    imported,
+    inputs,
+    reference,
+)
 
 prepare()
 
@@ -13,16 +20,14 @@ EXPERTS = 8
 
 
 def _step(ranks: int) -> dict:
-    """Loss, hidden states and gradients of one batch that every rank has; experts globally named."""
+    """Loss, hidden states and gradients of a batch every rank has; experts by global number."""
     ids_BS, positions_BS, hidden_BSH = inputs()
-    targets_SB = ids_BS.roll(-2, 1).t()
     with parallel_world(ep=ranks) as groups:
         head = imported(KIND, groups)
-        model = reference(KIND)
-        out_SBH = head(ids_BS, positions_BS, hidden_BSH.transpose(0, 1), model.embed)
-        logits_SBV = out_SBH[:-2] @ model.output_VH.t()
+        out_BSH = hidden_states(head, KIND, ids_BS, positions_BS, hidden_BSH)
+        logits_BSV = out_BSH[:, :-2] @ reference(KIND).output_VH.t()
         loss = torch.nn.functional.cross_entropy(
-            logits_SBV.flatten(0, 1), targets_SB[:-2].flatten()
+            logits_BSV.flatten(0, 1), ids_BS[:, 2:].flatten()
         )
         loss.backward()
         dense, experts = {}, {}
@@ -34,7 +39,7 @@ def _step(ranks: int) -> dict:
             local, rest = after.split(".", 1)
             number = int(local) + groups.ep.rank() * EXPERTS // ranks
             experts[f"{before}.{number}.{rest}"] = parameter.grad
-    return dict(loss=loss, hidden=out_SBH, dense=dense, experts=experts)
+    return dict(loss=loss, hidden=out_BSH, dense=dense, experts=experts)
 
 
 @pytest.fixture(scope="module")

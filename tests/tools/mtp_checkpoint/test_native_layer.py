@@ -3,6 +3,7 @@
 B: batch, S: sequence, H: hidden size.
 """
 
+import dataclasses
 import json
 import shutil
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from tests.support import parallel_world, prepare
+from tests.support.device import device
 from tests.tools.mtp_checkpoint.native_support import (
     Kind,
     directory,
+    hidden_states,
     imported,
     inputs,
     reference,
@@ -30,12 +33,8 @@ KINDS = (
     Kind("qwen3_5_moe", "packed", "bf16"),
     Kind("qwen3_5", "dense", "bf16"),
     Kind("mimo", "dense", "fp32"),
+    Kind("deepseek_v3", "per-expert", "fp32"),
 )
-
-
-def _hidden(head, kind, ids_BS, positions_BS, hidden_BSH):
-    embed = reference(kind).embed
-    return head(ids_BS, positions_BS, hidden_BSH.transpose(0, 1), embed).transpose(0, 1)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -43,8 +42,28 @@ def test_hidden_states_are_those_of_transformers_layers(kind):
     ids_BS, positions_BS, hidden_BSH = inputs()
     want_BSH, _ = reference(kind)(ids_BS, positions_BS, hidden_BSH)
     with parallel_world() as groups:
-        got_BSH = _hidden(imported(kind, groups), kind, ids_BS, positions_BS, hidden_BSH)
+        got_BSH = hidden_states(imported(kind, groups), kind, ids_BS, positions_BS, hidden_BSH)
     assert want_BSH.std() > 0.5
+    assert (got_BSH - want_BSH).abs().max() <= 5e-6
+
+
+def test_multi_latent_attention_with_yarn_is_transformers_one():
+    kind = KINDS[4]
+    yarn = dict(type="yarn", factor=40, original_max_position_embeddings=16)
+    yarn |= dict(beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0)
+    plain = directory(kind)
+    scaled = dataclasses.replace(plain, config=plain.config | {"rope_scaling": yarn})
+    ids_BS, positions_BS, hidden_BSH = inputs()
+    model = ReferenceHead.from_directory(scaled)
+    want_BSH, _ = model(ids_BS, positions_BS, hidden_BSH)
+    unscaled_BSH, _ = reference(kind)(ids_BS, positions_BS, hidden_BSH)
+    with parallel_world() as groups:
+        head = build_mtp_block(scaled.config, groups=groups, device=device())
+        import_head(scaled, head, groups)
+        got_BSH = hidden_states(head, kind, ids_BS, positions_BS, hidden_BSH)
+        with pytest.raises(ValueError, match="consecutive positions only"):
+            hidden_states(head, kind, ids_BS, 2 * positions_BS, hidden_BSH)
+    assert (unscaled_BSH - want_BSH).abs().max() > 1e-2
     assert (got_BSH - want_BSH).abs().max() <= 5e-6
 
 
@@ -56,7 +75,7 @@ def test_positions_need_not_start_at_zero_nor_be_the_same_in_every_row():
     want_BSH, _ = reference(kind)(ids_BS, positions_BS, hidden_BSH)
     plain_BSH, _ = reference(kind)(ids_BS, torch.arange(24).expand(2, 24), hidden_BSH)
     with parallel_world() as groups:
-        got_BSH = _hidden(imported(kind, groups), kind, ids_BS, positions_BS, hidden_BSH)
+        got_BSH = hidden_states(imported(kind, groups), kind, ids_BS, positions_BS, hidden_BSH)
     assert (plain_BSH - want_BSH)[0].abs().max() > 1e-2  # the gap matters
     assert (got_BSH - want_BSH).abs().max() <= 5e-6
 
@@ -75,9 +94,9 @@ def test_gradients_are_those_of_transformers_layers(kind, tmp_path):
 
     with parallel_world() as groups:
         head = imported(kind, groups)
-        out_BSH = _hidden(head, kind, ids_BS, positions_BS, hidden_BSH)
+        out_BSH = hidden_states(head, kind, ids_BS, positions_BS, hidden_BSH)
         (out_BSH * weights_BSH).sum().backward()
-        want = build_mtp_block(source.config, groups=groups, device="cpu")
+        want = build_mtp_block(source.config, groups=groups, device=device())
         import_head(HFDirectory.open(tmp_path), want, groups)
     for (name, got), expected in zip(head.named_parameters(), want.parameters(), strict=True):
         assert expected.abs().max() > 0, name
@@ -88,8 +107,8 @@ def test_gradients_are_those_of_transformers_layers(kind, tmp_path):
 @pytest.mark.parametrize("how", ["plain", "under inference_mode", "requiring a gradient"])
 def test_the_callers_tensors_stay_as_they_are(how):
     kind = KINDS[0]
-    ids_BS, positions_BS, hidden_BSH = inputs()
-    embedding_VH = reference(kind).embedding_VH.clone()
+    ids_BS, positions_BS, hidden_BSH = (x.to(device()) for x in inputs())
+    embedding_VH = reference(kind).embedding_VH.to(device(), copy=True)
     embedding = torch.nn.Embedding.from_pretrained(embedding_VH, freeze=False)
     with torch.inference_mode(how == "under inference_mode"):
         hidden_SBH = hidden_BSH.transpose(0, 1).contiguous()
@@ -107,22 +126,14 @@ def test_the_callers_tensors_stay_as_they_are(how):
 
 def test_bfloat16_inputs_are_cast_for_a_float32_head():
     kind = KINDS[0]
-    ids_BS, positions_BS, hidden_BSH = inputs()
-    embedding_VH = reference(kind).embedding_VH.bfloat16()
+    ids_BS, positions_BS, hidden_BSH = (x.to(device()) for x in inputs())
+    embedding = torch.nn.Embedding.from_pretrained(reference(kind).embedding_VH.to(device()))
+    rounded_SBH = hidden_BSH.transpose(0, 1).bfloat16()
     with parallel_world() as groups:
         head = imported(kind, groups)
-        got = head(
-            ids_BS,
-            positions_BS,
-            hidden_BSH.bfloat16().transpose(0, 1),
-            lambda ids: torch.nn.functional.embedding(ids, embedding_VH),
-        )
-        want = head(
-            ids_BS,
-            positions_BS,
-            hidden_BSH.bfloat16().float().transpose(0, 1),
-            lambda ids: torch.nn.functional.embedding(ids, embedding_VH.float()),
-        )
+        got = head(ids_BS, positions_BS, rounded_SBH, embedding.bfloat16())
+        # The embedding's weight is rounded by now.
+        want = head(ids_BS, positions_BS, rounded_SBH.float(), embedding.float())
     assert got.dtype == torch.float32
     assert torch.equal(got, want)
 
@@ -133,7 +144,7 @@ def test_a_bfloat16_head_is_near_the_float32_one():
     want_BSH, _ = reference(kind)(ids_BS, positions_BS, hidden_BSH)
     with parallel_world() as groups:
         head = imported(kind, groups, torch.bfloat16)
-        got_BSH = _hidden(head, kind, ids_BS, positions_BS, hidden_BSH)
+        got_BSH = hidden_states(head, kind, ids_BS, positions_BS, hidden_BSH)
     assert {p.dtype for p in head.parameters()} == {torch.bfloat16}
     assert got_BSH.dtype == torch.bfloat16
     # Rows whose router sees a tie may go to other experts: compare the median.
@@ -141,10 +152,14 @@ def test_a_bfloat16_head_is_near_the_float32_one():
 
 
 def test_every_parameter_is_nan_until_something_is_loaded():
-    config = json.loads((directory(KINDS[0]).path / "config.json").read_text())
+    """And a router's bias, which is stored too, but no parameter."""
+    config = json.loads((directory(KINDS[4]).path / "config.json").read_text())
     with parallel_world() as groups:
         head = build_mtp_block(config, groups=groups, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in head.parameters()} == {torch.bfloat16}
     assert all(parameter.isnan().all() for parameter in head.parameters())
+    bias = head.mtp.layers[0].mtp_model_layer.mlp.router.expert_bias
+    assert bias.dtype == torch.float32 and bias.isnan().all()
 
 
 def test_checkpoint_keys_are_those_of_the_transformer_engine_layer():

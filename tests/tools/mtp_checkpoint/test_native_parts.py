@@ -10,6 +10,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support import parallel_world, prepare, run_ranks
+from tests.support.device import device
 from tests.tools.mtp_checkpoint.native_support import Kind, directory, inputs
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.native.attention import SDPACoreAttention
@@ -62,9 +63,9 @@ def test_the_norm_of_bfloat16_is_the_float32_one_rounded():
 def test_attention_is_upstreams_without_its_mask():
     config = _config()
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(9, 2, 4, 16, generator=generator)
-    key, value = torch.randn(2, 9, 2, 2, 16, generator=generator)
-    mask = torch.ones(9, 9, dtype=torch.bool).triu(1)[None, None]
+    query = torch.randn(9, 2, 4, 16, generator=generator).to(device())
+    key, value = torch.randn(2, 9, 2, 2, 16, generator=generator).to(device())
+    mask = torch.ones(9, 9, dtype=torch.bool, device=device()).triu(1)[None, None]
     with parallel_world() as groups:
         args = dict(layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
         want = DotProductAttention(config, **args, pg_collection=groups)(query, key, value, mask)
@@ -90,9 +91,9 @@ def test_attention_refuses_what_it_would_get_wrong():
 
 
 def test_the_head_refuses_multimodal_positions_and_shapes_that_do_not_fit():
-    ids_BS, positions_BS, hidden_BSH = inputs(batch=2, length=8)
+    ids_BS, positions_BS, hidden_BSH = (x.to(device()) for x in inputs(batch=2, length=8))
     hidden_SBH = hidden_BSH.transpose(0, 1)
-    embed = torch.nn.Embedding(768, 64)
+    embed = torch.nn.Embedding(768, 64, device=device())
     with parallel_world() as groups:
         head = build_mtp_block(directory(Kind()).config, groups=groups)
         with pytest.raises(ValueError, match="images and videos are not supported"):
@@ -139,6 +140,21 @@ def test_tensor_parallelism_is_refused():
 def test_a_configuration_that_the_layer_cannot_express_is_refused(changes, message):
     with pytest.raises(CheckpointError, match=message):
         head_config(directory(Kind()).text_config | changes)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(num_experts_per_tok=4), "2 · topk_group; got 4 and 1"),
+        (dict(norm_topk_prob=False), "expected norm_topk_prob True"),
+        (dict(rope_scaling=dict(type="yarn", factor=40)), "original_max_position_embeddings"),
+    ],
+    ids=["groups", "weights", "yarn"],
+)
+def test_a_router_or_rotary_embedding_unlike_deepseeks_is_refused(changes, message):
+    text = directory(Kind("deepseek_v3", "per-expert", "fp32")).text_config
+    with pytest.raises(CheckpointError, match=message):
+        head_config(text | changes)
 
 
 def test_experts_must_divide_over_the_ranks():

@@ -75,9 +75,10 @@ def test_a_text_of_ones_own_is_used_and_a_short_one_refused(tmp_path):
         verifying.run(_options(source, tmp_path / "ckpt", "--length", 2))
 
 
-def test_a_head_without_a_whole_target_is_verified_on_random_rows(tmp_path):
-    source = directory(Kind("mimo", "dense", "bf16")).path
-    import_directory(source, tmp_path / "ckpt")
+@pytest.mark.parametrize("family, layout", [("mimo", "dense"), ("deepseek_v3", "per-expert")])
+def test_a_head_without_a_whole_target_is_verified_on_random_rows(family, layout, tmp_path):
+    source = directory(Kind(family, layout, "fp32")).path
+    import_directory(source, tmp_path / "ckpt", dtype=DTYPES["bf16"])
     with pytest.raises(CheckpointError, match="--rows-from random"):
         verifying.run(_options(source, tmp_path / "ckpt"))
     assert verifying.run(_options(source, tmp_path / "ckpt", "--rows-from", "random")) == 0

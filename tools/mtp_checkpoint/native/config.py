@@ -7,7 +7,7 @@ from typing import Any, Callable
 
 import torch
 
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from tools.mtp_checkpoint.errors import CheckpointError
 
 IMPLEMENTATIONS = ("local", "te")
@@ -20,7 +20,8 @@ class HeadConfig:
     Attributes:
         transformer: Configuration of the layer.
         zero_centred_norms: Norms apply 1 + w.
-        rotary_dim: Leading dimensions of each head that are rotated, even.
+        rotary_dim: Leading dimensions of each head that are rotated, even; 0 where the attention
+            has a rotary embedding of its own.
         rotary_theta: Base of the rotary frequencies.
     """
 
@@ -67,7 +68,7 @@ def head_config(
         raise ValueError(
             f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
         )
-    experts = text.get("num_experts", 0)
+    experts = text.get("num_experts") or text.get("n_routed_experts") or 0
     if experts % expert_parallel_size:
         raise CheckpointError(
             f"expert-parallel size: {experts} experts do not divide over {expert_parallel_size} "
@@ -78,6 +79,7 @@ def head_config(
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         expert_model_parallel_size=expert_parallel_size if experts else 1,
+        transformer_impl="local" if implementation == "local" else "transformer_engine",
         # An import fills every parameter; `NativeHead` makes sure that nothing else does.
         perform_initialization=False,
         use_cpu_initialization=cpu,
@@ -176,8 +178,74 @@ def _mimo(text: dict[str, Any], fixed: dict[str, Any]) -> HeadConfig:
     return HeadConfig(config, False, config.kv_channels, _rotary(text)[1])
 
 
+def _deepseek_v3(text: dict[str, Any], fixed: dict[str, Any]) -> HeadConfig:
+    """DeepSeek-V3: multi-latent attention, sigmoid router limited to groups of experts."""
+    _require_silu(text)
+    wanted = dict(attention_bias=False, rope_interleave=True, norm_topk_prob=True)
+    for name, value in wanted.items():
+        if text.get(name, value) != value:
+            raise CheckpointError(f"config.json: expected {name} {value}, got {text[name]}")
+    topk, groups = _field(text, "num_experts_per_tok"), _field(text, "topk_group")
+    if topk != 2 * groups:
+        raise CheckpointError(
+            "config.json: a group of experts is chosen by its two best, which Megatron does for "
+            f"num_experts_per_tok = 2 · topk_group; got {topk} and {groups}"
+        )
+    width = _field(text, "moe_intermediate_size")
+    fields = dict(
+        hidden_size=_field(text, "hidden_size"),
+        num_attention_heads=_field(text, "num_attention_heads"),
+        q_lora_rank=text.get("q_lora_rank"),
+        kv_lora_rank=_field(text, "kv_lora_rank"),
+        qk_head_dim=_field(text, "qk_nope_head_dim"),
+        qk_pos_emb_head_dim=_field(text, "qk_rope_head_dim"),
+        v_head_dim=_field(text, "v_head_dim"),
+        qk_layernorm=True,
+        layernorm_epsilon=_field(text, "rms_norm_eps"),
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        ffn_hidden_size=width,
+        moe_ffn_hidden_size=width,
+        num_moe_experts=_field(text, "n_routed_experts"),
+        moe_router_topk=topk,
+        moe_router_num_groups=_field(text, "n_group"),
+        moe_router_group_topk=groups,
+        moe_router_score_function="sigmoid",
+        moe_router_topk_scaling_factor=_field(text, "routed_scaling_factor"),
+        moe_router_dtype="fp32",
+        moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=0.0,
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_shared_expert_intermediate_size=width * _field(text, "n_shared_experts"),
+        moe_token_dispatcher_type="alltoall",
+    )
+    config = MLATransformerConfig(**fields, **_mla_rotary(text), **fixed)
+    return HeadConfig(config, False, 0, config.rotary_base)
+
+
+def _mla_rotary(text: dict[str, Any]) -> dict[str, Any]:
+    """Plain or YaRN rotary embedding, in the fields of upstream's multi-latent attention."""
+    scaled = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    kind = scaled.get("rope_type", scaled.get("type", "default"))
+    if kind != "yarn":
+        return dict(rope_type="rope", rotary_base=_rotary(text)[1])
+    return dict(
+        rope_type="yarn",
+        rotary_base=float(scaled.get("rope_theta") or _field(text, "rope_theta")),
+        rotary_scaling_factor=_field(scaled, "factor"),
+        original_max_position_embeddings=_field(scaled, "original_max_position_embeddings"),
+        beta_fast=scaled.get("beta_fast", 32),
+        beta_slow=scaled.get("beta_slow", 1),
+        mscale=scaled.get("mscale", 1.0),
+        mscale_all_dim=scaled.get("mscale_all_dim", 0.0),
+    )
+
+
 _BUILDERS: dict[str | None, Callable[[dict[str, Any], dict[str, Any]], HeadConfig]] = {
     "qwen3_5_moe_text": _qwen3_5,
     "qwen3_5_text": _qwen3_5,
     "mimo": _mimo,
+    "deepseek_v3": _deepseek_v3,
 }

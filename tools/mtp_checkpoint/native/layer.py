@@ -51,7 +51,10 @@ class NativeHead(torch.nn.Module):
         spec = block_spec(self.config, implementation)
         self.mtp = MultiTokenPredictionBlock(
             self.config.transformer, spec, pg_collection=groups
-        ).to(device=device, dtype=dtype)
+        ).to(device)
+        # torch's own norms ignore params_dtype. Buffers keep theirs: a router's bias is float32.
+        for parameter in self.mtp.parameters():
+            parameter.data = parameter.data.to(dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,9 +107,18 @@ class NativeHead(torch.nn.Module):
         with torch.no_grad():
             return x.detach().to(self.dtype).clone(memory_format=torch.contiguous_format)
 
-    def _rotary_angles(self, position_ids_BS: Tensor) -> Tensor:
-        """Angles [S, B, 1, R] in float32: position · theta^(-2i/R), twice in a row."""
+    def _rotary_angles(self, position_ids_BS: Tensor) -> Tensor | None:
+        """Angles [S, B, 1, R] in float32: position · theta^(-2i/R), twice in a row.
+
+        None for multi-latent attention, which counts positions itself.
+        """
         dim = self.config.rotary_dim
+        if dim == 0:
+            if (position_ids_BS.diff(dim=1) != 1).any():
+                raise ValueError(
+                    "position_ids: multi-latent attention takes rows of consecutive positions only"
+                )
+            return None
         exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=position_ids_BS.device)
         frequencies = 1.0 / (self.config.rotary_theta ** (exponents / dim))
         angles_SBR = position_ids_BS.t()[..., None].float() * frequencies
@@ -161,10 +173,14 @@ def build_mtp_block(
 
 
 def fill_nan(module: torch.nn.Module) -> None:
-    """Set every parameter to NaN, so that one nothing was loaded into cannot pass unnoticed."""
+    """Set all that a checkpoint holds of the module, parameters and persistent buffers, to NaN.
+
+    What nothing was loaded into then cannot pass unnoticed.
+    """
     with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.fill_(float("nan"))
+        for tensor in module.state_dict().values():
+            if torch.is_tensor(tensor) and tensor.is_floating_point():
+                tensor.fill_(float("nan"))
 
 
 def _check_inputs(

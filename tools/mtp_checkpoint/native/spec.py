@@ -61,14 +61,15 @@ def _local_layer(head: HeadConfig, norm: LayerNormBuilder) -> ModuleSpec:
         num_experts=config.num_moe_experts,
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,
+        multi_latent_attention=config.multi_latent_attention,
     )
     attention = layer.self_attention
     submodules = dataclasses.replace(attention.submodules, core_attention=SDPACoreAttention)
-    if config.qk_layernorm:
+    if config.qk_layernorm and not config.multi_latent_attention:
         submodules = dataclasses.replace(submodules, q_layernorm=norm, k_layernorm=norm)
     keys = dict(layer.sharded_state_dict_keys_map)
     if config.num_moe_experts:
-        keys.pop("pre_mlp_layernorm.")
+        keys.pop("pre_mlp_layernorm.", None)
     layer = dataclasses.replace(
         layer,
         input_layernorm=norm,
@@ -89,6 +90,7 @@ def _te_spec(head: HeadConfig) -> MultiTokenPredictionBlockSubmodules:
     layer = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
+        multi_latent_attention=config.multi_latent_attention,
         qk_layernorm=config.qk_layernorm,
     )
     return get_gpt_mtp_block_spec(config, layer, use_transformer_engine=True)
