@@ -57,9 +57,13 @@ def test_a_round_trip_keeps_every_bit(tiny, imported, tmp_path, layout, target, 
     assert {key for key in found if key.startswith("mtp.")} == {row.key for row in report.rows}
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "mimo"])
-def test_the_dense_families_come_back_byte_for_byte(tiny, imported, tmp_path, family):
-    report = export_directory(imported(family), tiny(family), tmp_path / "out")
+@pytest.mark.parametrize("held", ["fp32", "bf16"])
+@pytest.mark.parametrize("family, ranks", [("qwen3_5", 1), ("mimo", 1), ("deepseek_v3", 2)])
+def test_the_other_families_come_back_byte_for_byte(
+    tiny, imported, tmp_path, family, ranks, held
+):
+    checkpoint = imported(family, ranks=ranks, to=held)
+    report = export_directory(checkpoint, tiny(family), tmp_path / "out")
     assert report.changed == 0
     assert digests(tmp_path / "out") == digests(tiny(family))
 
