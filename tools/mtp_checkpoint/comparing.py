@@ -14,11 +14,8 @@ from torch import Tensor
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from tools.mtp_checkpoint.native.layer import NativeHead
 from tools.mtp_checkpoint.reference import ReferenceHead, Routing
+from tools.mtp_checkpoint.verify_options import TIE_GAP
 from tools.mtp_checkpoint.verify_rows import Rows
-
-TIE_GAP = 1e-4  # of router logits: experts closer than this may come in either order
-CE_LIMIT = 5e-8  # relative, of the mean: equal to 7 digits
-RECOMPUTE_LIMIT = 1e-7  # relative, of the mean
 
 
 @dataclasses.dataclass(frozen=True)

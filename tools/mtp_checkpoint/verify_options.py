@@ -1,4 +1,4 @@
-"""The options of `verify`, apart from what carries them out: `--help` imports no torch."""
+"""The options and limits of `verify`, apart from what carries them out: `--help` imports no torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import argparse
 from pathlib import Path
 
 TOLERANCE = 1e-5  # largest difference in a hidden state, in float32
+TIE_GAP = 1e-4  # of router logits: experts closer than this may come in either order
+CE_LIMIT = 5e-8  # relative, of the mean: equal to 7 digits
+RECOMPUTE_LIMIT = 1e-7  # relative, of the mean
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,9 @@ B: batch, S: sequence, H: hidden size.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -61,22 +63,31 @@ def target_rows(directory: HFDirectory, text: Path | None, batch: int, length: i
             fit into memory, or the text is too short.
     """
     _require_memory(directory)
-    ids_BS = _token_rows(directory, text, batch, length)
-    model = _load_target(directory)
-    hidden, before = [], []
-    norm = model.get_decoder().norm
-    hook = norm.register_forward_hook(lambda _m, args, out: (before.append(args[0]), None)[1])
-    with torch.no_grad():
-        for row_S in ids_BS:  # one at a time: logits of a real vocabulary are large
-            hidden.append(model.get_decoder()(input_ids=row_S[None]).last_hidden_state)
-    hook.remove()
+    with _quiet_transformers(), torch.no_grad():
+        ids_BS = _token_rows(directory, text, batch, length)
+        model = _load_target(directory)
+        decoder, before = model.get_decoder(), []
+        hook = decoder.norm.register_forward_pre_hook(lambda _m, args: before.append(args[0]))
+        hidden = [decoder(input_ids=row_S[None]).last_hidden_state for row_S in ids_BS]
+        hook.remove()
     name = text.name if text else "Python's manual"
-    return Rows(
-        ids_BS,
-        torch.cat(hidden).clone(),
-        torch.cat(before).clone(),
-        f"{type(model).__name__} on {name}",
-    )
+    return Rows(ids_BS, torch.cat(hidden), torch.cat(before), f"{type(model).__name__} on {name}")
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """No bars and no advice on faster kernels between the lines of a report."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
 def _load_target(directory: HFDirectory):

@@ -7,24 +7,26 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tools.mtp_checkpoint import launch
 from tools.mtp_checkpoint.checkpoint import DTYPES, load_head, read_manifest
-from tools.mtp_checkpoint.comparing import (
-    CE_LIMIT,
-    RECOMPUTE_LIMIT,
-    TIE_GAP,
-    Comparison,
-    compare,
-)
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.reference import ReferenceHead
 from tools.mtp_checkpoint.source import HFDirectory
-from tools.mtp_checkpoint.verify_options import TOLERANCE, add_arguments
+from tools.mtp_checkpoint.verify_options import (
+    CE_LIMIT,
+    RECOMPUTE_LIMIT,
+    TIE_GAP,
+    TOLERANCE,
+    add_arguments,
+)
 from tools.mtp_checkpoint.verify_rows import Rows, random_rows, target_rows
+
+if TYPE_CHECKING:
+    from tools.mtp_checkpoint.comparing import Comparison
 
 __all__ = ["Check", "VerifyReport", "add_arguments", "report_on", "run", "show", "verify"]
 
@@ -114,7 +116,7 @@ def report_on(rows: Rows, comparison: Comparison, tolerance: float = TOLERANCE) 
         ),
     ]
     if c.pre_norm_ce is not None:
-        checks.append(informative("mean CE if fed pre-norm states (a mistake)", c.pre_norm_ce))
+        checks.append(informative("mean CE if fed pre-norm states (a trained head: higher)", c.pre_norm_ce))
     return VerifyReport(rows.source, len(c.delta_N), c, tuple(checks))
 
 
@@ -149,6 +151,8 @@ def verify(
     Raises:
         CheckpointError: Something cannot be read, or the target cannot be run.
     """
+    from tools.mtp_checkpoint.comparing import compare  # Megatron, once `launch` has found it
+
     if batch < 1 or length < 3:
         raise CheckpointError(f"rows: expected at least 1 × 3 tokens, got {batch} × {length}")
     source = HFDirectory.open(directory)

@@ -10,9 +10,10 @@ import torch
 from tests.support import parallel_world, prepare
 from tests.tools.mtp_checkpoint.mistakes import MISTAKES, PreNormHead
 from tests.tools.mtp_checkpoint.native_support import Kind, directory, imported, reference
-from tools.mtp_checkpoint.comparing import TIE_GAP, compare
+from tools.mtp_checkpoint.comparing import compare
+from tools.mtp_checkpoint.verify_options import TIE_GAP, TOLERANCE
 from tools.mtp_checkpoint.verify_rows import random_rows, target_rows
-from tools.mtp_checkpoint.verifying import TOLERANCE, report_on
+from tools.mtp_checkpoint.verifying import report_on
 
 prepare()
 
