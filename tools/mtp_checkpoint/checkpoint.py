@@ -125,9 +125,10 @@ def load_head(
             strict=StrictHandling.RAISE_ALL,
         )
     head.load_state_dict(state)
-    empty = [name for name, parameter in head.named_parameters() if parameter.isnan().any()]
+    tensors = {name: t for name, t in head.state_dict().items() if torch.is_tensor(t)}
+    empty = [name for name, tensor in tensors.items() if tensor.isnan().any()]
     if empty:
-        raise CheckpointError(f"{checkpoint} holds NaN in {empty[0]} ({len(empty)} parameters)")
+        raise CheckpointError(f"{checkpoint} holds NaN in {empty[0]} ({len(empty)} tensors)")
     return head
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tools.mtp_checkpoint.errors import CheckpointError
+from tools.mtp_checkpoint.verify_options import add_arguments
 
 EXIT_OK, EXIT_FOUND, EXIT_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
 _EPILOG = (
@@ -102,12 +103,14 @@ def _import(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(parser: argparse.ArgumentParser) -> None:
+    parser.description += (
+        " In float32, row by row: hidden states and cross-entropy of the imported head against a "
+        "head made of transformers' layers; where the routers chose other experts, the row is "
+        "reported apart, with the gap between the experts."
+    )
     parser.add_argument("directory", type=Path, metavar="DIR", help="Hugging Face checkpoint")
     parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="what import wrote")
-    with contextlib.suppress(ImportError):
-        from tools.mtp_checkpoint.verify_options import add_arguments
-
-        add_arguments(parser)
+    add_arguments(parser)
     parser.set_defaults(run=_run_verify)
 
 
@@ -178,6 +181,9 @@ def _run_import(options: argparse.Namespace) -> int:
 
 
 def _run_verify(options: argparse.Namespace) -> int:
+    from tools.mtp_checkpoint import launch
+
+    launch.on_cpu()
     from tools.mtp_checkpoint import verifying
 
     return verifying.run(options)

@@ -17,8 +17,8 @@ from tools.mtp_checkpoint.checkpoint import REPORT, load_head, manifest, save_he
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.families import detect
 from tools.mtp_checkpoint.mapping import fill
-from tools.mtp_checkpoint.report import ImportReport, Row
-from tools.mtp_checkpoint.rules import Rule
+from tools.mtp_checkpoint.report import ImportReport, Row, checksum
+from tools.mtp_checkpoint.rules import Piece, Rule
 from tools.mtp_checkpoint.source import HFDirectory
 from tools.mtp_checkpoint.staging import check_destination, check_space, staged
 
@@ -161,6 +161,32 @@ def merge_rows(rules: tuple[Rule, ...], per_rank: list[list[Row]]) -> tuple[Row,
     return tuple(rows[name] for name in times)
 
 
+def fill_and_report(
+    rule: Rule, directory: HFDirectory, target: torch.Tensor, rank: int = 0
+) -> list[Row]:
+    """Fill a parameter, see `fill`, and return a row for each of its sources."""
+    rows: list[Row] = []
+
+    def observe(piece: Piece, source: torch.Tensor) -> None:
+        rows.append(
+            Row(
+                source=str(piece),
+                operation=rule.entry.operation.name,
+                target=rule.target(),
+                shape=tuple(source.shape),
+                target_shape=tuple(target.shape),
+                dtype=str(source.dtype),
+                target_dtype=str(target.dtype),
+                nbytes=source.nbytes,
+                checksum=checksum(source),
+                rank=rank,
+            )
+        )
+
+    fill(rule, directory, target, observe)
+    return rows
+
+
 def layer_tensors(head: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers of the MTP layer, by the names that rules use."""
     return {
@@ -185,7 +211,7 @@ def _fill_all(
     hidden = None if progress and dist.get_rank() == 0 else True  # None: where there is a terminal
     with tqdm(total=total, unit="B", unit_scale=True, desc="import", disable=hidden) as bar:
         for name, rule in rules:
-            rows += fill(rule, directory, tensors[name], rank=group.rank())
+            rows += fill_and_report(rule, directory, tensors[name], group.rank())
             bar.update(tensors[name].nbytes)
     return rows
 

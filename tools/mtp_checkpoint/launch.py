@@ -1,6 +1,6 @@
 """Run a verb on N ranks: started here from one command, or there already because of torchrun.
 
-Reading and writing checkpoints needs no GPU, so the ranks run on the CPU over gloo, wherever.
+Reading and writing checkpoints needs no GPU: the command line runs its ranks on the CPU over gloo.
 """
 
 from __future__ import annotations
@@ -51,6 +51,10 @@ def on_cpu() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     _quieten()
+    _prepare()
+
+
+def _prepare() -> None:
     _find_megatron()
     from tests.support import prepare
 
@@ -95,7 +99,7 @@ def run(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     Raises:
         CheckpointError: As a rank raised it, or there is another number of ranks.
     """
-    on_cpu()
+    _prepare()
     if under_torchrun():
         if (world := int(os.environ["WORLD_SIZE"])) != ranks:
             raise CheckpointError(

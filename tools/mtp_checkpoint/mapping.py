@@ -6,24 +6,29 @@ parameter.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from tools.mtp_checkpoint.errors import CheckpointError
-from tools.mtp_checkpoint.report import Row, checksum
 from tools.mtp_checkpoint.rules import Piece, Rule
 from tools.mtp_checkpoint.source import HFDirectory
 
+Observer = Callable[[Piece, Tensor], object]
+
 
 @torch.no_grad()
-def fill(rule: Rule, directory: HFDirectory, target: Tensor, rank: int = 0) -> list[Row]:
+def fill(
+    rule: Rule, directory: HFDirectory, target: Tensor, observe: Observer | None = None
+) -> None:
     """Fill a parameter with NaN, then with its sources, each written exactly once.
 
     Args:
         rule: Which sources, and how.
         directory: Where they are.
         target: The parameter; its dtype is kept.
-        rank: For the report.
+        observe: Called with each source, while it is in memory.
 
     Raises:
         CheckpointError: A source is not finite, is too large for the parameter's dtype, or the
@@ -35,14 +40,15 @@ def fill(rule: Rule, directory: HFDirectory, target: Tensor, rank: int = 0) -> l
             f"{rule.target_shape}: layer and table do not belong together"
         )
     target.fill_(float("nan"))
-    written, rows = 0, []
+    written = 0
     for index, piece in enumerate(rule.pieces):
         source = read_piece(directory, piece)
         _check_finite(piece, source)
         for ours, theirs in rule.views(index, target, source):
             ours.copy_(theirs)
             written += theirs.numel()
-        rows.append(_row(rule, piece, source, target, rank))
+        if observe is not None:
+            observe(piece, source)
     # As many elements as there are, and none of them still NaN: each was written exactly once.
     if written != target.numel() or target.isnan().any():
         raise CheckpointError(f"{rule.target()} was not written exactly once; the table is wrong")
@@ -51,7 +57,6 @@ def fill(rule: Rule, directory: HFDirectory, target: Tensor, rank: int = 0) -> l
             f"{rule.pieces[0].key} does not fit into {target.dtype}: values overflow. "
             "Import with --dtype fp32"
         )
-    return rows
 
 
 @torch.no_grad()
@@ -77,18 +82,3 @@ def _check_finite(piece: Piece, source: Tensor) -> None:
             f"{piece} holds {count} values that are not finite (NaN or infinite): the checkpoint "
             "is damaged, or was saved from a run that had diverged"
         )
-
-
-def _row(rule: Rule, piece: Piece, source: Tensor, target: Tensor, rank: int) -> Row:
-    return Row(
-        source=str(piece),
-        operation=rule.entry.operation.name,
-        target=rule.target(),
-        shape=tuple(source.shape),
-        target_shape=tuple(target.shape),
-        dtype=str(source.dtype),
-        target_dtype=str(target.dtype),
-        nbytes=source.numel() * source.element_size(),
-        checksum=checksum(source),
-        rank=rank,
-    )

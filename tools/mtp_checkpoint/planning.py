@@ -1,7 +1,7 @@
 """Which tensor of the head goes into which shard, in which dtype, made of which parts.
 
-An unchanged layout leaves every tensor where it is. Another layout puts each new tensor into the
-shard that held most of what it replaces, so that shards keep about their sizes.
+An unchanged layout leaves every tensor where it is. Another layout puts each new tensor into one
+of the shards that held what it replaces, so that shards keep about their sizes.
 """
 
 from __future__ import annotations
@@ -91,8 +91,11 @@ def make_plan(original: Original, rules: tuple[Rule, ...]) -> Plan:
             parts.setdefault(piece.key, []).append((rule, index))
     replaced = frozenset(p.key for rule in rules for p in original.rule(rule).pieces)
     followers: dict[str, list[Output]] = {}
+    gained: Counter[str] = Counter()
     for key, pieces in parts.items():
-        followers.setdefault(_place(original, key, pieces), []).append(_output(original, key, pieces))
+        output = _output(original, key, pieces)
+        place = key if key in directory.tensors else _place(original, output, pieces, gained)
+        followers.setdefault(place, []).append(output)
     shards = {}
     for name, header in directory.headers.items():
         if not any(info.key in replaced for info in header.tensors):
@@ -107,16 +110,27 @@ def make_plan(original: Original, rules: tuple[Rule, ...]) -> Plan:
     return Plan(shards, parts, replaced, _index(directory, shards))
 
 
-def _place(original: Original, key: str, pieces: list[tuple[Rule, int]]) -> str:
-    """The key of the checkpoint in whose place this one goes."""
+def _place(
+    original: Original, output: Output, pieces: list[tuple[Rule, int]], gained: Counter[str]
+) -> str:
+    """The key of the checkpoint in whose place a new one goes.
+
+    Args:
+        original: The checkpoint's own head.
+        output: The new tensor.
+        pieces: What it is made of.
+        gained: Bytes by which each shard has grown so far; updated.
+    """
     tensors = original.directory.tensors
-    if key in tensors:
-        return key
     replaced = {piece.key for rule, _ in pieces for piece in original.rule(rule).pieces}
-    nbytes: Counter[str] = Counter()
+    share: Counter[str] = Counter()  # of the new tensor's bytes, by shard
     for name in replaced:
-        nbytes[tensors[name].file] += tensors[name].nbytes
-    file = max(sorted(nbytes), key=nbytes.__getitem__)
+        share[tensors[name].file] += tensors[name].nbytes
+    total = sum(share.values())
+    for file, nbytes in share.items():
+        gained[file] -= output.nbytes * nbytes // total
+    file = min(sorted(share), key=gained.__getitem__)
+    gained[file] += output.nbytes
     return min((n for n in replaced if tensors[n].file == file), key=lambda n: tensors[n].start)
 
 

@@ -57,9 +57,13 @@ def test_a_round_trip_keeps_every_bit(tiny, imported, tmp_path, layout, target, 
     assert {key for key in found if key.startswith("mtp.")} == {row.key for row in report.rows}
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "mimo"])
-def test_the_dense_families_come_back_byte_for_byte(tiny, imported, tmp_path, family):
-    report = export_directory(imported(family), tiny(family), tmp_path / "out")
+@pytest.mark.parametrize("held", ["fp32", "bf16"])
+@pytest.mark.parametrize("family, ranks", [("qwen3_5", 1), ("mimo", 1), ("deepseek_v3", 2)])
+def test_the_other_families_come_back_byte_for_byte(
+    tiny, imported, tmp_path, family, ranks, held
+):
+    checkpoint = imported(family, ranks=ranks, to=held)
+    report = export_directory(checkpoint, tiny(family), tmp_path / "out")
     assert report.changed == 0
     assert digests(tmp_path / "out") == digests(tiny(family))
 
@@ -181,6 +185,15 @@ def test_a_shard_of_experts_alone_may_go_but_leaves_no_trace(tiny, imported, tmp
     opened = HFDirectory.open(tmp_path / "out")
     assert "model-extra.safetensors" not in opened.index["weight_map"].values()
     assert last in opened.tensors
+
+
+def test_shards_keep_about_their_sizes_when_the_layout_changes(tiny, imported, tmp_path):
+    for source, target in zip(LAYOUTS, reversed(LAYOUTS)):
+        like, out = tiny("qwen3_5_moe", source), tmp_path / source
+        export_directory(imported("qwen3_5_moe", source), like, out, layout=target)
+        largest = max(info.nbytes for info in HFDirectory.open(out).tensors.values())
+        for file in like.glob("*.safetensors"):
+            assert abs(file.stat().st_size - (out / file.name).stat().st_size) <= largest
 
 
 def test_each_tensor_keeps_the_dtype_it_has_and_stays_aligned(tiny, imported, tmp_path):

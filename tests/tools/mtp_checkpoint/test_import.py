@@ -83,14 +83,17 @@ def test_float32_is_stored_as_it_is_and_bfloat16_is_announced_as_narrower(tiny, 
     assert all(same_bits(exact[name].bfloat16(), rounded[name]) for name in exact)
 
 
-@pytest.mark.parametrize("family", ["qwen3_5", "mimo"])
-def test_the_dense_families_import(imported, family, tiny):
-    checkpoint = imported(family)
-    prefix = detect(HFDirectory.open(tiny(family))).key_prefix({})
+@pytest.mark.parametrize("family, ranks", [("qwen3_5", 1), ("mimo", 1), ("deepseek_v3", 2)])
+def test_the_other_families_import(imported, family, tiny, ranks):
+    checkpoint = imported(family, ranks=ranks)
+    directory = HFDirectory.open(tiny(family))
+    prefix = detect(directory).key_prefix(directory.text_config)
+    copies = detect(directory).copied_keys(directory)
     rows = json.loads((checkpoint / "import_report.json").read_text())["rows"]
-    assert {row["source"] for row in rows} == {
-        key for key in tensors(tiny(family)) if key.startswith(prefix)
+    assert {row["source"] for row in rows} | copies.keys() == {
+        key for key in directory.tensors if key.startswith(prefix)
     }
+    assert len(copies) == (2 if family == "deepseek_v3" else 0)
     assert all(t.isfinite().all() for t in launch.run(loaded, 1, checkpoint)[0].values())
 
 
@@ -193,7 +196,7 @@ def test_rows_of_ranks_that_do_not_fit_together_are_refused(tiny):
     rules = detect(directory).check(directory)
     rows = []
     for rule in rules:
-        rows += mapping.fill(rule, directory, torch.empty(rule.target_shape))
+        rows += importing.fill_and_report(rule, directory, torch.empty(rule.target_shape))
     assert merge_rows(rules, [rows]) == tuple(rows)
     with pytest.raises(CheckpointError, match="not used as often .* 0 times, expected 1"):
         merge_rows(rules, [rows[1:]])
