@@ -88,13 +88,17 @@ class LoadedHead:
 
 
 def load_trainable(
-    settings: Settings, groups: ProcessGroupCollection, checkpoint: Path | None = None
+    settings: Settings,
+    groups: ProcessGroupCollection,
+    directory: HFDirectory,
+    checkpoint: Path | None = None,
 ) -> LoadedHead:
     """Load or import the head.
 
     Args:
         settings: of the run.
         groups: process groups.
+        directory: of the target, checked.
         checkpoint: what ``tools.mtp_checkpoint`` or this example wrote; None imports the head
             that the target's directory holds.
 
@@ -103,7 +107,6 @@ def load_trainable(
             which only loads checkpoints, was asked to import.
         tools.mtp_checkpoint.errors.CheckpointError: something cannot be read.
     """
-    directory = HFDirectory.open(settings.model)
     dtype = TORCH_DTYPES[settings.dtype]
     if checkpoint is not None:
         found = read_manifest(checkpoint)

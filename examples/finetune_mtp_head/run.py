@@ -21,6 +21,7 @@ from examples.finetune_mtp_head.target import FrozenTarget
 from examples.finetune_mtp_head.trainer import Trainer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.support import device
+from tools.mtp_checkpoint.source import HFDirectory
 
 
 def prepared(
@@ -38,10 +39,11 @@ def prepared(
     """
     if checkpoint is not None:
         settings.check_continues(checkpoints.read_training(checkpoint)["settings"])
+    directory = HFDirectory.open(settings.model)  # says more of a damaged one than transformers
     head_from = settings.head if checkpoint is None else checkpoint / checkpoints.HEAD
     target = FrozenTarget.load(settings.model, device())
     corpus = load_corpus(settings, groups.dp, target.vocabulary)
-    loaded = load_trainable(settings, groups, head_from)
+    loaded = load_trainable(settings, groups, directory, head_from)
     trainer = Trainer(settings, groups, target, loaded.head, corpus)
     checksum = fingerprint(corpus)
     if checkpoint is not None:

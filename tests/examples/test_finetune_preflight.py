@@ -16,7 +16,7 @@ prepare()
 
 from examples.finetune_mtp_head.preflight import Check, preflight
 from examples.finetune_mtp_head.trainer import Trainer
-from tests.examples.finetune_support import build, settings
+from tests.examples.finetune_support import build, settings, tiny_model
 
 MODULES, GATE, SAMPLES = "native modules", "import gate", "each sample once per epoch"
 INPUT, GRADIENTS = "the head's input is the final norm's output", "gradients finite and not zero"
@@ -174,6 +174,21 @@ def test_a_fault_fails_its_check_and_no_other(fault):
         checks = rank[fault.__name__]
         assert [check.name for check in checks] == ORDER
         assert [c.name for c in checks if c.passed is False] == FAULTS[fault], checks
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (dict(family="qwen3_5"), dict()),
+        (dict(layout="packed", dtype="bf16"), dict()),
+        (dict(layout="packed", dtype="bf16"), dict(dtype="bf16")),
+        (dict(), dict(dtype="bf16")),
+    ],
+    ids=["dense", "packed bf16 model, fp32 head", "both bf16", "fp32 model, bf16 head"],
+)
+def test_other_models_and_dtypes_pass_too(model, options):
+    [rank] = run_ranks(checks_with, 1, settings(model=tiny_model(**model), **options), [])
+    assert [str(check) for check in rank[None] if not check.passed] == []
 
 
 def test_after_a_failure_nothing_is_trained():

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.support import prepare
 
@@ -77,14 +78,33 @@ def damaged(tmp_path: Path, how: str) -> Path:
         config.pop("chat_template", None)
         (model / "tokenizer_config.json").write_text(json.dumps(config))
         (model / "chat_template.jinja").unlink(missing_ok=True)
-    elif how == "a shard gone":
-        sorted(model.glob("*.safetensors"))[0].unlink()
+        return model
+    shard = sorted(model.glob("*.safetensors"))[0]
+    if how == "a shard gone":
+        shard.unlink()
+    elif how == "a shard cut off":
+        shard.write_bytes(shard.read_bytes()[:-1000])
+    elif how == "pickled":
+        shard.rename(shard.with_suffix(".bin"))
+    elif how == "no head":
+        kept = {}
+        for path in model.glob("*.safetensors"):
+            kept |= {k: v for k, v in load_file(path).items() if not k.startswith("mtp.")}
+            path.unlink()
+        (model / "model.safetensors.index.json").unlink()
+        save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
     return model
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
-    [("no template", "has no chat template"), ("a shard gone", "safetensors")],
+    [
+        ("no template", "has no chat template"),
+        ("a shard gone", "model-00001-of-00003.safetensors"),
+        ("a shard cut off", "model-00001-of-00003.safetensors"),
+        ("pickled", ".bin"),
+        ("no head", "mtp."),
+    ],
 )
 def test_a_model_that_cannot_be_used_is_refused(tmp_path, capsys, how, message):
     assert run(damaged(tmp_path, how), tmp_path / "out", *data()) == 2
