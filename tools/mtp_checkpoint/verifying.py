@@ -128,7 +128,8 @@ def report_on(rows: Rows, comparison: Comparison, tolerance: float = TOLERANCE) 
         ),
     ]
     if c.pre_norm_ce is not None:
-        checks.append(informative("mean CE if fed pre-norm states (a trained head: higher)", c.pre_norm_ce))
+        name = "mean CE if fed pre-norm states (a trained head: higher)"
+        checks.append(informative(name, c.pre_norm_ce))
     count, per_sequence = len(c.delta_N), rows.token_ids_BS.shape[1] - 2
     return VerifyReport(rows.source, count, per_sequence, c, tuple(checks))
 
