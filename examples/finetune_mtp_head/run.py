@@ -14,7 +14,7 @@ from examples.finetune_mtp_head.loading import (
     load_corpus,
     load_trainable,
 )
-from examples.finetune_mtp_head.preflight import Check, preflight
+from examples.finetune_mtp_head.preflight import preflight
 from examples.finetune_mtp_head.report import PLOT, Report
 from examples.finetune_mtp_head.settings import Settings
 from examples.finetune_mtp_head.target import FrozenTarget
