@@ -30,7 +30,7 @@ NORM = "mtp.norm.weight"
 
 @pytest.fixture
 def untouched(tiny, imported, tmp_path):
-    """A checkpoint and what to export it into; afterwards both are as before, and nothing else is."""
+    """A checkpoint and what to export it into; both must stay as they are, with nothing beside."""
     (tmp_path / "work").mkdir()
     checkpoint, like = imported(), tiny()
     before = digests(checkpoint), digests(like)
