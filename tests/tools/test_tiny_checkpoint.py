@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -197,7 +199,15 @@ def test_the_command_makes_what_its_options_say(tmp_path, capsys):
     assert _tensors(out)["mtp.layers.0.mlp.experts.gate_up_proj"][1].shape == (4, 96, 32)
 
 
-def test_help_names_the_options(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    assert "--train-steps" in capsys.readouterr().out
+def test_help_names_the_options_without_importing_torch():
+    code = """
+import sys
+from tools.tiny_checkpoint.__main__ import main
+try:
+    main(["--help"])
+finally:
+    assert "torch" not in sys.modules
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert "--train-steps" in result.stdout

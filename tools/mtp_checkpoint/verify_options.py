@@ -1,4 +1,4 @@
-"""The options and limits of `verify`, apart from what carries them out: `--help` imports no torch."""
+"""The options and limits of `verify`, apart from the work: `--help` imports no torch."""
 
 from __future__ import annotations
 

@@ -28,6 +28,8 @@ from tools.mtp_checkpoint.verify_rows import Rows, random_rows, target_rows
 if TYPE_CHECKING:
     from tools.mtp_checkpoint.comparing import Comparison
 
+_SHOWN_FLIPS = 8
+
 __all__ = ["Check", "VerifyReport", "add_arguments", "report_on", "run", "show", "verify"]
 
 
@@ -50,10 +52,19 @@ class Check:
 
 @dataclasses.dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found: the rows' source, the figures per row, and the checks."""
+    """What `verify` found.
+
+    Attributes:
+        source: Of the rows, in words.
+        rows: How many there are.
+        per_sequence: How many of them each sequence has.
+        comparison: The figures per row.
+        checks: The lines of the table.
+    """
 
     source: str
     rows: int
+    per_sequence: int
     comparison: Comparison
     checks: tuple[Check, ...]
 
@@ -76,6 +87,7 @@ class VerifyReport:
             "passed": self.passed,
             "rows_from": self.source,
             "rows": self.rows,
+            "rows_per_sequence": self.per_sequence,
             "checks": checks,
             "per_row": per_row,
         }
@@ -116,8 +128,10 @@ def report_on(rows: Rows, comparison: Comparison, tolerance: float = TOLERANCE) 
         ),
     ]
     if c.pre_norm_ce is not None:
-        checks.append(informative("mean CE if fed pre-norm states (a trained head: higher)", c.pre_norm_ce))
-    return VerifyReport(rows.source, len(c.delta_N), c, tuple(checks))
+        name = "mean CE if fed pre-norm states (a trained head: higher)"
+        checks.append(informative(name, c.pre_norm_ce))
+    count, per_sequence = len(c.delta_N), rows.token_ids_BS.shape[1] - 2
+    return VerifyReport(rows.source, count, per_sequence, c, tuple(checks))
 
 
 def verify(
@@ -206,11 +220,27 @@ def show(report: VerifyReport) -> None:
         table.add_row(check.name, _figure(check.value), check.limit, verdict)
     console = Console()
     console.print(table)
+    _show_flips(report, console)
     if report.passed:
         console.print("The imported head computes what the checkpoint's head computes.")
         return
     failed = ", ".join(check.name for check in report.checks if not check.passed)
     console.print(f"[red]Not the same head[/]: {failed}.")
+
+
+def _show_flips(report: VerifyReport, console: Any) -> None:
+    """Name the rows whose routers disagree, the least tied first."""
+    c = report.comparison
+    flipped = c.flipped_N.nonzero().flatten().tolist()
+    flipped.sort(key=lambda row: -c.gap_N[row].item())
+    for row in flipped[:_SHOWN_FLIPS]:
+        sequence, position = divmod(row, report.per_sequence)
+        console.print(
+            f"other experts in sequence {sequence}, position {position}: top-k gap "
+            f"{c.gap_N[row].item():.2e}, max |Δ| {c.delta_N[row].item():.2e}"
+        )
+    if len(flipped) > _SHOWN_FLIPS:
+        console.print(f"and in {len(flipped) - _SHOWN_FLIPS} more rows; --json has all")
 
 
 def _figure(value: float | int | None) -> str:

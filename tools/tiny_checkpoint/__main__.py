@@ -6,8 +6,8 @@ import argparse
 import sys
 
 from tools.tiny_checkpoint.families import FAMILIES
-from tools.tiny_checkpoint.family import LAYOUTS
-from tools.tiny_checkpoint.making import DTYPES, make
+from tools.tiny_checkpoint.family import DTYPES, LAYOUTS
+from tools.tiny_checkpoint.making import make
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -19,7 +19,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", required=True, help="directory to make; must not exist")
     parser.add_argument("--family", choices=list(FAMILIES), default="qwen3_5_moe")
     parser.add_argument("--layout", choices=LAYOUTS, help="how experts are stored")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="bf16", help="of every tensor")
+    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of every tensor")
     parser.add_argument("--seed", type=int, default=0, help="of all weights (default 0)")
     parser.add_argument("--hidden", type=int, default=64, help="hidden size (default 64)")
     parser.add_argument("--experts", type=int, default=8, help="routed experts (default 8)")

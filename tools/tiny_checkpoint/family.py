@@ -11,6 +11,7 @@ import dataclasses
 from typing import Any, Callable
 
 LAYOUTS = ("per-expert", "packed")
+DTYPES = ("bf16", "fp32")
 Shapes = dict[str, tuple[int, ...]]
 
 

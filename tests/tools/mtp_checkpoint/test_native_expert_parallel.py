@@ -63,3 +63,19 @@ def test_the_same_batch_on_every_rank_gives_one_ranks_loss_and_gradients(one_ran
     for name, want in one_rank["experts"].items():
         assert want.any(), name
         assert (experts[name] / ranks - want).abs().max() <= 1e-8, name
+
+
+def _own_batch(ranks: int) -> float:
+    """The largest difference from the reference on a batch that only this rank has."""
+    with parallel_world(ep=ranks) as groups:
+        head = imported(KIND, groups)
+        rank = groups.ep.rank()
+        batch = inputs(batch=1 + rank, length=24 - 5 * rank, seed=rank)
+        got_BSH = hidden_states(head, KIND, *batch)
+        want_BSH, _ = reference(KIND)(*batch)
+    return (got_BSH - want_BSH).abs().max().item()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_may_have_batches_of_their_own_and_of_different_sizes(one_rank, ranks):
+    assert max(run_ranks(_own_batch, ranks, ranks)) <= 5e-6

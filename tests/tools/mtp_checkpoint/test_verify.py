@@ -13,7 +13,7 @@ from tests.tools.mtp_checkpoint.native_support import Kind, directory, imported,
 from tools.mtp_checkpoint.comparing import compare
 from tools.mtp_checkpoint.verify_options import TIE_GAP, TOLERANCE
 from tools.mtp_checkpoint.verify_rows import random_rows, target_rows
-from tools.mtp_checkpoint.verifying import report_on
+from tools.mtp_checkpoint.verifying import report_on, show
 
 prepare()
 
@@ -79,7 +79,7 @@ def _assert_failed_by_the_hidden_states(rows, comparison):
     assert comparison.ce_difference("reference") < 0.1
 
 
-def test_a_router_flip_at_a_tie_counts_apart_and_one_beyond_it_fails():
+def test_a_router_flip_at_a_tie_counts_apart_and_one_beyond_it_fails(capsys):
     kind = Kind("qwen3_5_moe", "packed", "fp32")
     rows = random_rows(directory(kind), 4, 64, 0)
     with parallel_world() as groups:
@@ -99,6 +99,11 @@ def test_a_router_flip_at_a_tie_counts_apart_and_one_beyond_it_fails():
     assert _checks(report_on(rows, at_ties))[flips].passed
     beyond = dataclasses.replace(flipped, gap_N=torch.full_like(flipped.gap_N, TIE_GAP * 2))
     assert not _checks(report_on(rows, beyond))[flips].passed
+    # The least tied is named first, by sequence and position.
+    row = int((flipped.gap_N * flipped.flipped_N).argmax())
+    show(report_on(rows, flipped))
+    first = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("other experts"))
+    assert f"in sequence {row // 62}, position {row % 62}: top-k gap" in first
     # Rows that changed an expert do not count in the hidden states' figure.
     assert at_ties.delta_N[at_ties.flipped_N].max() > 10 * at_ties.hidden_delta
 

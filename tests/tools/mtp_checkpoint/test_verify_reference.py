@@ -59,7 +59,8 @@ source = HFDirectory.open({str(path)!r})
 rows = target_rows(source, None, 2, 32)
 out, routing = ReferenceHead.from_directory(source)(
     rows.token_ids_BS, rows.position_ids_BS, rows.hidden_BSH)
-torch.save([rows.hidden_BSH, rows.pre_norm_BSH, out, routing.gap_BS], {str(tmp_path / "clean.pt")!r})
+figures = [rows.hidden_BSH, rows.pre_norm_BSH, out, routing.gap_BS]
+torch.save(figures, {str(tmp_path / "clean.pt")!r})
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
     clean = torch.load(tmp_path / "clean.pt")

@@ -87,7 +87,7 @@ def head_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         moe_grouped_gemm=implementation == "te" and experts > 0,
-        # Upstream derives dist-checkpoint offsets of a layer from the decoder's depth.
+        # Of the target; the head itself is one layer behind them.
         num_layers=_field(text, "num_hidden_layers"),
     )
     return build(text, fixed)
