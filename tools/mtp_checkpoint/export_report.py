@@ -83,5 +83,6 @@ def export_table(report: ExportReport, full: bool = False) -> Table:
         )
         table.add_row(*(Text(cell) for cell in cells))
     identical = len(report.rows) - report.changed
-    table.caption = f"{len(report.rows)} tensors: {identical} bit-identical, {report.changed} changed"
+    counts = f"{identical} bit-identical, {report.changed} changed"
+    table.caption = f"{len(report.rows)} tensors: {counts}"
     return table

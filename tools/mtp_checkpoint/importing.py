@@ -1,4 +1,4 @@
-"""From a Hugging Face checkpoint into Megatron's MTP layer, streamed, every tensor accounted for."""
+"""From a Hugging Face checkpoint into Megatron's MTP layer, every tensor accounted for."""
 
 from __future__ import annotations
 

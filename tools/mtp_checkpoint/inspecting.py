@@ -72,9 +72,8 @@ def inspect_directory(path: Path) -> Inspection:
     except CheckpointError as error:
         return Inspection(Path(path), None, None, (), (*problems, *error.problems))
     problems += [p for p in family.problems(directory) if p not in problems]
-    return Inspection(
-        Path(path), family.name, _layout(family, directory), _head(family, directory), tuple(problems)
-    )
+    layout, tensors = _layout(family, directory), _head(family, directory)
+    return Inspection(Path(path), family.name, layout, tensors, tuple(problems))
 
 
 def inspection_table(found: Inspection, full: bool = False) -> Table:

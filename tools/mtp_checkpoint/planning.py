@@ -157,7 +157,8 @@ def _index(directory: HFDirectory, shards: dict[str, list[Output]]) -> dict | No
         weight_map.update((output.key, name) for output in outputs)
         total += sum(output.nbytes for output in outputs)
     metadata = {**(directory.index.get("metadata") or {}), "total_size": total}
-    index = {**directory.index, "metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    ordered = dict(sorted(weight_map.items()))
+    index = {**directory.index, "metadata": metadata, "weight_map": ordered}
     return None if index == directory.index else index
 
 

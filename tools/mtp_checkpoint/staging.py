@@ -18,7 +18,7 @@ def check_destination(out: Path, *sources: Path) -> None:
         CheckpointError: It exists, its parent does not, or it lies inside a source.
     """
     if out.exists() or out.is_symlink():
-        raise CheckpointError(f"{out} exists; nothing is overwritten. Name another, or move it away")
+        raise CheckpointError(f"{out} exists; nothing is overwritten. Name another output")
     if not out.absolute().parent.is_dir():
         raise CheckpointError(f"{out.absolute().parent} does not exist; make it first")
     for source in sources:
@@ -32,10 +32,11 @@ def check_space(out: Path, nbytes: int) -> None:
     Raises:
         CheckpointError: The disk has less than ``nbytes`` free.
     """
-    free = shutil.disk_usage(out.absolute().parent).free
+    parent = out.absolute().parent
+    free = shutil.disk_usage(parent).free
     if free < nbytes:
         raise CheckpointError(
-            f"{out.absolute().parent} has {free / 1e9:.2f} GB free, {nbytes / 1e9:.2f} GB are needed"
+            f"{parent} has {free / 1e9:.2f} GB free, {nbytes / 1e9:.2f} GB are needed"
         )
 
 

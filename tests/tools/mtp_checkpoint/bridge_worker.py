@@ -80,7 +80,8 @@ def import_bridge(folder: Path):
         module.__path__ = [str(folder.joinpath(*name.split(".")))]
         sys.modules[name] = module
     bridge = importlib.import_module("megatron.bridge.models.qwen.qwen35_bridge")
-    return bridge.Qwen35MoEBridge, importlib.import_module("megatron.bridge.models.hf_pretrained.state")
+    state = importlib.import_module("megatron.bridge.models.hf_pretrained.state")
+    return bridge.Qwen35MoEBridge, state
 
 
 def te_name(name: str) -> str:

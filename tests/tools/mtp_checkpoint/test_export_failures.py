@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -30,7 +31,7 @@ NORM = "mtp.norm.weight"
 
 @pytest.fixture
 def untouched(tiny, imported, tmp_path):
-    """A checkpoint and what to export it into; afterwards both are as before, and nothing else is."""
+    """A checkpoint and what to export it into; both must stay as they are, with nothing beside."""
     (tmp_path / "work").mkdir()
     checkpoint, like = imported(), tiny()
     before = digests(checkpoint), digests(like)
@@ -223,9 +224,10 @@ def test_a_process_that_is_terminated_leaves_nothing(tiny, tmp_path):
     """SIGTERM while ranks write: the process that started them cleans up."""
     (tmp_path / "work").mkdir()
     script = (
-        "import sys, time, tools.mtp_checkpoint.importing as i\n"
+        "import os, sys, time, tools.mtp_checkpoint.importing as i\n"
         "def slow(*_):\n"
-        "    print('writing', flush=True)\n"
+        "    if os.environ['RANK'] == '0':\n"
+        "        print('writing', flush=True)\n"
         "    time.sleep(60)\n"
         "i.save_head = slow\n"
         "from tools.mtp_checkpoint.cli import main\n"
@@ -234,14 +236,17 @@ def test_a_process_that_is_terminated_leaves_nothing(tiny, tmp_path):
     out = tmp_path / "work" / "out"
     command = [sys.executable, "-c", script, "import", str(tiny()), "--out", str(out)]
     command += ["--expert-parallel-size", "2"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         assert process.stdout.readline() == "writing\n"
         assert [".out." in file.name for file in out.parent.iterdir()] == [True]
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 128 + signal.SIGTERM
     finally:
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # its ranks too
         process.communicate()
     assert not any(out.parent.iterdir())
 

@@ -74,7 +74,7 @@ def test_shapes_are_read_from_letters():
 def test_an_expert_of_a_packed_tensor_is_one_row_of_it():
     entry = Entry("experts.{e}.w", (("packed", "E, 2*I, H"),), SLICE)
     rules = expand([entry], "mtp.", dict(E=3, I=2, H=5))
-    assert [str(rule.pieces[0]) for rule in rules] == ["mtp.packed[0]", "mtp.packed[1]", "mtp.packed[2]"]
+    assert [str(r.pieces[0]) for r in rules] == [f"mtp.packed[{e}]" for e in range(3)]
     assert rules[2].pieces[0].shape == (4, 5)
     assert rules[2].pieces[0].tensor_shape == (3, 4, 5)
     assert rules[2].target(first_expert=2) == "experts.0.w"

@@ -47,7 +47,10 @@ TABLE = (
         ),
         GATE_UP,
     ),
-    Entry(_M + "shared_experts.linear_fc2.weight", (("mlp.shared_experts.down_proj.weight", "H, N*I"),)),
+    Entry(
+        _M + "shared_experts.linear_fc2.weight",
+        (("mlp.shared_experts.down_proj.weight", "H, N*I"),),
+    ),
 )
 
 DEEPSEEK_V3 = Family(
