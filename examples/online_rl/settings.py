@@ -30,8 +30,8 @@ class Settings:
 
     steps: int
     warm_steps: int
-    measure_every: int = 15
-    measure_prompts: int = 128
+    measure_every: int = 5
+    measure_prompts: int = 64
     isolated: bool = True
     context_parallel_size: int = 1
     seed: int = 1
