@@ -52,9 +52,9 @@ def parse(arguments: list[str] | None = None) -> tuple[Settings, int, Path]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m examples.online_rl",
-        description="Online RL of a small GPT on reasoning-gym's chain_sum, once with its MTP heads "
-        "trained on the sampled tokens in the same forward and once with frozen heads: the same "
-        "policy to the bit, and what speculative decoding makes of either.",
+        description="Online RL of a small GPT on reasoning-gym's chain_sum, once with its MTP "
+        "heads trained on the sampled tokens in the same forward and once with frozen heads: the "
+        "same policy to the bit, and what speculative decoding gets out of either.",
         epilog="Exit status: 0 done, 1 the isolation proof failed, 2 bad arguments, or "
         "something is not installed.",
     )

@@ -13,7 +13,7 @@ from examples.online_rl.summary import describe, table
 _STYLE = """
 body { font: 16px/1.5 sans-serif; max-width: 64rem; margin: 2rem auto; padding: 0 1rem;
        color: #222 }
-img { max-width: 100% }
+img { display: block; max-width: 100%; margin: 2rem auto }
 table { border-collapse: collapse; margin: 1rem 0 }
 th, td { padding: .25rem .9rem; border-bottom: 1px solid #ccc; text-align: right }
 th:first-child, td:first-child { text-align: left }
@@ -25,12 +25,12 @@ _INTRODUCTION = """
 sampled tokens in the same forward as the policy; in the other they stay as the warm start left
 them. The policy may not notice: parameters, sampled tokens and rewards must be equal bit for bit.
 What differs is how many tokens a speculative decoder gets out of each pass of the policy.</p>
-<p>The reward pays (1 − w) for a right sum and w times the share of spaced gaps in its working, for
-right answers alone; w is <code>style_weight</code> below. RL thus changes what is written.
-<em>Measured</em> lengths come from decoding held-out problems with the policy and heads of that
-step, the <em>estimate</em> from the training forward on the sampled tokens. Faint lines are single
-steps, strong ones means over the ten steps before. Of the change over time, part is the policy's
-own: what is claimed is the gap between the arms, on the same policy.</p>
+<p>A right answer earns 1 − w, and w times the share of spaced gaps in its working; a wrong one
+nothing. w is <code>style_weight</code> below. RL thus changes what is written. <em>Measured</em>
+lengths come from decoding held-out problems with the policy and heads of that step, the
+<em>estimate</em> from the training forward on the sampled tokens. Faint lines are single steps,
+strong ones means over the ten steps before. Of the change over time, part is the policy's own:
+what is claimed is the gap between the arms, on the same policy.</p>
 """
 
 

@@ -40,11 +40,11 @@ class SpeculativeRollouts(Rollouts):
     steps_B: Tensor
 
     @property
-    def accepted_length(self) -> float:
-        """Mean tokens per step, all rows together; the first token, which no draft can be, is not
-        counted, nor are drafts behind an end token. NaN if nothing was drafted."""
-        tokens_B = self.token_mask_BS.sum(dim=1) - 1
-        return float(tokens_B.sum() / self.steps_B.sum().double())
+    def accepted_length(self) -> float | None:
+        """Mean tokens per step, all rows together, None without a step. The first token of a row,
+        which no draft can be, is not counted, nor are drafts behind an end token."""
+        tokens, steps = self.token_mask_BS.sum() - len(self.steps_B), self.steps_B.sum()
+        return float(tokens / steps.double()) if steps else None
 
 
 def verify(p_BKV: Tensor, q_BDV: Tensor, drafts_BD: Tensor, generator: torch.Generator) -> Verdict:

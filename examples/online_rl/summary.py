@@ -76,8 +76,8 @@ def describe(summary: dict[str, Any]) -> list[str]:
     ]
     if summary["gap"] is not None:
         lines.append(
-            f"Speculative decoding of the final policy: online heads yield {summary['gap']:+.3f} "
-            "tokens per step against frozen ones."
+            "At the end speculative sampling from the one policy accepts "
+            f"{summary['gap']:+.3f} tokens per step with the online heads against the frozen ones."
         )
     if summary["policy_change"] is not None:
         lines.append(f"The policy's parameters moved by {summary['policy_change']:.1%}.")

@@ -190,7 +190,7 @@ class Trainer:
             estimated_length=metrics.accepted_length,
         )
 
-    def _measure(self) -> dict[str, float]:
+    def _measure(self) -> dict[str, float | None]:
         """Answer held-out problems with the engine's weights, heads drafting; the rollouts of
         every measurement draw the same random numbers."""
         prompts = [p.prompt for p in self.task.held_out(self.settings.measure_prompts)]

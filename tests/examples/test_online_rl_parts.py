@@ -32,6 +32,11 @@ def problem_with_answer(task: ChainSumTask, minimum: int) -> Problem:
     return next(p for p in task.problems(0, 500) if int(p.entry["answer"]) >= minimum)
 
 
+def three_ones(task: ChainSumTask) -> Problem:
+    """1+1+1, as the generator would give it."""
+    return Problem("1+1+1=", {**task.problems(0, 1)[0].entry, "answer": "3"})
+
+
 @pytest.mark.parametrize("spaced", [False, True])
 def test_every_working_is_right_fits_and_is_scored_by_its_spaces(task, spaced):
     for problem in task.problems(0, 200):
@@ -85,21 +90,21 @@ def test_only_the_librarys_full_mark_is_right(task):
     ],
 )
 def test_only_complete_working_earns_by_its_spaces(task, text, spaced):
-    score = task.score(Problem("1+1+1=", {**task.problems(0, 1)[0].entry, "answer": "3"}), text + ".")
+    score = task.score(three_ones(task), text + ".")
     assert score.spaced == pytest.approx(spaced)
     assert score.reward == pytest.approx(score.right * (0.5 + 0.5 * spaced))
 
 
 def test_spaces_do_not_pay_where_the_answer_is_wrong(task):
-    problem = Problem("1+1+1=", {**task.problems(0, 1)[0].entry, "answer": "3"})
-    score = task.score(problem, "1 + 1 = 2; 2 + 1 = 4.")
+    score = task.score(three_ones(task), "1 + 1 = 2; 2 + 1 = 4.")
     assert (score.right, score.spaced, score.reward) == (0.0, 1.0, 0.0)
 
 
 @pytest.mark.parametrize("name", ["working_share", "gap_share", "style_weight"])
 def test_a_share_beyond_one_is_refused(name):
+    shares = dict(terms=3, working_share=0, gap_share=0, style_weight=0, seed=1)
     with pytest.raises(ValueError, match=f"{name} is a share between 0 and 1, got 1.5"):
-        ChainSumTask(**{**dict(terms=3, working_share=0, gap_share=0, style_weight=0, seed=1), name: 1.5})
+        ChainSumTask(**{**shares, name: 1.5})
 
 
 def test_warm_start_and_rl_use_different_problems_and_repeat_exactly(task):

@@ -27,7 +27,7 @@ from tests.support import device
 
 PROMPTS = ["1+2=", "9-5=", "0-7=", "8+8="] * 8
 DEPTHS = PRESETS["tiny"].mtp_depths
-LIKELY, ABSURD = 1e-3, 1e-6  # p-values: a sound sample stays above one, a biased one below the other
+LIKELY, ABSURD = 1e-3, 1e-6  # p-values: sound samples stay above one, biased ones below the other
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -188,3 +188,4 @@ def test_the_accepted_length_leaves_the_first_token_of_each_answer_out():
     steps = torch.tensor([2, 0])  # 5 tokens in 2 steps; the other answer is its first token
     rollouts = SpeculativeRollouts(torch.zeros(2, 7).long(), mask, torch.zeros(2, 7), steps)
     assert rollouts.accepted_length == 2.5
+    assert dataclasses.replace(rollouts, steps_B=0 * steps).accepted_length is None
