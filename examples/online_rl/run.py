@@ -7,9 +7,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from examples.online_rl.journal import METRICS, TENSORBOARD, Journal
+from examples.online_rl.journal import Journal
 from examples.online_rl.page import write_page
-from examples.online_rl.plots import FIGURES, draw
+from examples.online_rl.plots import draw
 from examples.online_rl.record import FROZEN, ONLINE, StepRecord
 from examples.online_rl.settings import Settings
 from examples.online_rl.summary import describe, summarise, table
@@ -18,7 +18,6 @@ from examples.online_rl.verify import IsolationReport, Snapshot, compare
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 PAGE, SUMMARY = "report.html", "summary.json"
-FILES = [METRICS, PAGE, SUMMARY, TENSORBOARD, *(f"{name}.png" for name in FIGURES)]
 
 
 def run(settings: Settings, seeds: int, folder: Path, groups: ProcessGroupCollection) -> bool:
