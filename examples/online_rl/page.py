@@ -53,7 +53,8 @@ def write_page(
         parts.append("<p class=warning>The run was stopped early; this is what it left.</p>")
     for seed in summary["seeds"]:
         parts.append(_table(table(seed)))
-        parts += [f"<p>{html.escape(line)}</p>" for line in describe(seed)]
+        *lines, verdict = (html.escape(line) for line in describe(seed))
+        parts += [*(f"<p>{line}</p>" for line in lines), f"<p><strong>{verdict}</strong></p>"]
     for figure, (title, _) in zip(figures, FIGURES.values(), strict=True):
         data = base64.b64encode(figure.read_bytes()).decode()
         parts.append(f'<img alt="{html.escape(title)}" src="data:image/png;base64,{data}">')

@@ -70,7 +70,7 @@ def table(summary: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def describe(summary: dict[str, Any]) -> list[str]:
-    """Return what the table of one seed shows, a sentence or two each."""
+    """Return what the table of one seed shows, a sentence each; the last is the comparison."""
     lines = [
         f"Means over {summary['window']} steps: the first ones, and the last ones of each arm."
     ]

@@ -115,7 +115,7 @@ class Trainer:
                 samples_crc=_checksum(rollouts.tokens_BS),
                 rewards_crc=_checksum(rewards_B),
                 policy_change=_relative_change(start, self.policy),
-                example=problems[0].prompt + texts[0],
+                example=f"{problems[0].prompt} → {texts[0]}",
                 seconds=time.perf_counter() - began,
             )
 
