@@ -17,6 +17,7 @@ img { display: block; max-width: 100%; margin: 2rem auto }
 table { border-collapse: collapse; margin: 1rem 0 }
 th, td { padding: .25rem .9rem; border-bottom: 1px solid #ccc; text-align: right }
 th:first-child, td:first-child { text-align: left }
+.samples td { text-align: left; font-family: monospace; white-space: pre }
 code, pre { font: 14px/1.5 monospace; white-space: pre-wrap }
 .warning { background: #fff3cd; padding: .5rem 1rem }
 """
@@ -71,16 +72,16 @@ def write_page(
     )
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
+def _table(rows: list[tuple[str, ...]], kind: str = "figures") -> str:
     head, *others = rows
     lines = ["".join(f"<th>{html.escape(cell)}</th>" for cell in head)]
     lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in others]
-    return "<table>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
+    return f"<table class={kind}>" + "".join(f"<tr>{line}</tr>" for line in lines) + "</table>"
 
 
 def _examples(records: list[StepRecord]) -> str:
     online = [r for r in records if r.phase == ONLINE and r.seed == records[0].seed]
     stride = max(1, len(online) // 6)
-    shown = online[::stride] + online[-1:]
+    shown = online[:-1:stride] + online[-1:]
     rows = [("step", "first sample")] + [(str(r.step), r.example) for r in shown]
-    return _table(rows)
+    return _table(rows, "samples")

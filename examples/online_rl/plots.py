@@ -85,7 +85,7 @@ def _figure(name: str, records: list[StepRecord], path: Path) -> Path:
             for arm in (ONLINE, FROZEN):
                 _curve(axis, [r for r in records if (r.seed, r.phase) == (seed, arm)], panel, arm)
             axis.grid(alpha=0.3)
-            axis.set_ylim(panel.bottom, panel.top)
+        row[0].set_ylim(panel.bottom, panel.top)  # of the whole row; ends the automatic scale
     for seed, top, bottom in zip(seeds, axes[0], axes[-1]):
         top.set_title(f"seed {seed}")
         top.legend()
