@@ -28,7 +28,7 @@ setup:  ## make .venv and install requirements.txt into it (done once, by every 
 	@env -u PYTHONPATH bash tools/setup_env.sh $(VENV) requirements.txt
 	@$(RUN_FORK) doctor
 
-demo: setup  ## train MTP heads during RL on the CPU and prove the policy untouched (ARGS=...)
+demo: setup  ## the same RL run with MTP heads frozen and trained online, on the CPU (ARGS=...)
 	@$(SYNC_TREE)
 	$(PY) -m examples.online_rl $(ARGS)
 
