@@ -134,6 +134,47 @@ def test_greedy_speculative_output_is_plain_greedy_token_for_token(warm_steps):
         assert plain.token_mask_BS[:, -1].any()
 
 
+def head_choices(model, tokens_BS: torch.Tensor) -> torch.Tensor:
+    """Each head's most likely token at every position, [d, b, s], by the block that trains them."""
+    positions_BS = torch.arange(tokens_BS.shape[1]).to(tokens_BS).expand_as(tokens_BS)
+    whole = (tokens_BS, positions_BS)
+    hidden = model(*whole, None, output_processor=lambda hidden_states, **_: hidden_states)
+    rotary = model.rotary_pos_emb(tokens_BS.shape[1])
+    heads = model.mtp(*whole, hidden, None, rotary_pos_emb=rotary, embedding=model.embedding)
+    logits, _ = model.output_layer(heads)
+    return logits.argmax(-1).unflatten(0, (1 + DEPTHS, -1))[1:].transpose(1, 2)
+
+
+def steps_of(row: list[int], choices: list[list[int]], prompt: int, end: int) -> int:
+    """Steps of greedy speculation that write `row`, whose last token is the end if it has one.
+
+    Position t of head k's choices is its guess of token t + k + 1, k from 1.
+    """
+    known, steps = prompt + 1, 0
+    while row[known - 1] != end and known < len(row):
+        accepted = 0
+        while accepted < DEPTHS and row[known + accepted : known + accepted + 1] == [
+            choices[accepted][known - 2]
+        ]:
+            accepted += 1
+        known, steps = known + accepted + 1, steps + 1
+        known = min(known, len(row))
+    return steps
+
+
+def test_greedy_steps_are_those_that_the_trained_heads_choices_lead_to():
+    with warm_trainer(60) as (trainer, _), torch.no_grad():
+        rollouts = trainer._drafting.sample(PROMPTS, generator(), greedy=True)
+        choices_DBS = head_choices(trainer._engine.model, rollouts.tokens_BS)
+    expected = []
+    for index, prompt in enumerate(PROMPTS):
+        length = len(prompt) + int(rollouts.token_mask_BS[index].sum())
+        row = rollouts.tokens_BS[index, :length].tolist()
+        choices = choices_DBS[:, index].tolist()
+        expected.append(steps_of(row, choices, len(prompt), trainer.tokenizer.end))
+    assert rollouts.steps_B.tolist() == expected
+
+
 def sampled_p_value(trainer: Trainer, rows: int = 3000) -> float:
     """Two-sample chi-square test of what stands first in speculative and in plain answers.
 
