@@ -79,7 +79,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         unit = _power_of_two([depth.weights_BS for depth in depths], dtype)
         largest = max(_rows_to_project(depth) for depth in depths)
         workspace = ChunkWorkspace(
-            head, min(head.chunk_size, largest), dtype, ctx.needs_input_grad[2]
+            head, min(head.chunk_size, largest), dtype, largest > 0 and ctx.needs_input_grad[2]
         )
         passes = [
             _DepthPass(depth, hidden_SBH, workspace, unit, needed)
