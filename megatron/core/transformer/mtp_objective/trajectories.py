@@ -67,9 +67,9 @@ def _require_packed_row(tokens: Tensor, params: PackedSeqParams, cp_size: int) -
         raise ValueError(f"Packed tokens must be one row [1, t], got {tuple(tokens.shape)}.")
     padded = params.cu_seqlens_q_padded
     last = (params.cu_seqlens_q if padded is None else padded)[-1]
-    shown = int(last) if last.device.type == "cpu" else "more"
     require_condition(
         last <= tokens.size(1) * cp_size,
-        f"The packed sequences end at token {shown}, but {cp_size} context-parallel rank(s) with "
+        f"The packed sequences end at token {{shown}}, but {cp_size} context-parallel rank(s) with "
         f"{tokens.size(1)} tokens each hold fewer: pass cp_group with one rank's part of a row.",
+        last,
     )
