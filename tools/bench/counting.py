@@ -1,0 +1,192 @@
+"""What a call sends to other ranks, and where it makes the host wait for the device.
+
+Both are counted from the operators that reach torch's dispatcher, so that neither needs a GPU.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any, Iterator
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_RECEIVES = ("recv_", "recv_any_source_")
+# What c10d's operators call the tensors that leave the rank; others only get filled.
+_SENT = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors")
+# The release's files and ours that belong to the heads and their objective.
+_MTP_FILES = ("multi_token_prediction.py", "mtp_objective")
+_ATTENTION = ("tests/support/attention.py",)  # the reference attention's own messages and reads
+
+
+@dataclasses.dataclass
+class Traffic:
+    """What one rank sent.
+
+    Attributes:
+        calls: by operator, e.g. ``{"send": 256, "recv_": 256}``.
+        bytes: of all tensors this rank handed over to be sent or reduced.
+    """
+
+    calls: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    bytes: int = 0
+
+    @property
+    def total(self) -> int:
+        """Calls of any kind."""
+        return sum(self.calls.values())
+
+    @property
+    def collectives(self) -> int:
+        """Calls that are no point-to-point messages."""
+        return sum(n for name, n in self.calls.items() if name not in (*_RECEIVES, "send"))
+
+
+class CountTraffic(TorchDispatchMode):
+    """Counts communication inside the block, but not that of the attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traffic = Traffic()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d" and not _called_from(_ATTENTION):
+            name = func._schema.name.split("::")[1]
+            self.traffic.calls[name] += 1
+            if name not in _RECEIVES:
+                self.traffic.bytes += _sent_bytes(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+class FindSyncs:
+    """Records every place of the MTP path at which the host waits for a value of the device.
+
+    Operators whose result depends on values (``item``, ``nonzero``, boolean indexing, …) are seen
+    in the dispatcher; ``tolist``, ``cpu`` and the like as function calls, because on the CPU they
+    run without an operator. A copy with ``non_blocking=True`` does not wait.
+
+    Attributes:
+        places: by "file:line operator", how often.
+    """
+
+    def __init__(self) -> None:
+        self.places: collections.Counter = collections.Counter()
+        self._modes = (_SyncOperators(self.places), _SyncMethods(self.places))
+
+    def __enter__(self) -> FindSyncs:
+        for mode in self._modes:
+            mode.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(*error)
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.places.values())
+
+
+class _SyncOperators(TorchDispatchMode):
+    """The operators that copy a value to the host or size a result by values."""
+
+    WAIT = {
+        "_local_scalar_dense",
+        "nonzero",
+        "masked_select",
+        "_unique2",
+        "unique_dim",
+        "unique_consecutive",
+        "bincount",
+        "equal",
+    }
+
+    def __init__(self, places: collections.Counter) -> None:
+        super().__init__()
+        self._places = places
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        if name in self.WAIT or _indexes_by_mask(name, args) or _copies_to_host(name, args, kwargs):
+            _note(self._places, name)
+        return func(*args, **kwargs)
+
+
+class _SyncMethods(TorchFunctionMode):
+    """Methods that read values without an operator, at least on the CPU."""
+
+    READ = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__array__}
+
+    def __init__(self, places: collections.Counter) -> None:
+        super().__init__()
+        self._places = places
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in self.READ:
+            _note(self._places, func.__name__)
+        elif func is torch.Tensor.to and not kwargs.get("non_blocking"):
+            if any(str(value) == "cpu" for value in (*args[1:2], kwargs.get("device"))):
+                _note(self._places, "to")
+        return func(*args, **kwargs)
+
+
+def _note(places: collections.Counter, name: str) -> None:
+    if (frame := _mtp_frame()) is not None:
+        places[f"{frame} {name}"] += 1
+
+
+def _indexes_by_mask(name: str, args: tuple) -> bool:
+    """Indexing or index assignment by a boolean tensor, whose result has as many rows as it has True."""
+    if name not in ("index", "index_put_", "index_put"):
+        return False
+    masks = (torch.bool, torch.uint8)
+    return any(torch.is_tensor(index) and index.dtype in masks for index in args[1])
+
+
+def _copies_to_host(name: str, args: tuple, kwargs: dict) -> bool:
+    """A copy from a device to the host that waits; never true in a process without a device."""
+    if name == "_to_copy":
+        target = kwargs.get("device")
+        to_host = target is not None and torch.device(target).type == "cpu"
+        return to_host and args[0].device.type != "cpu" and not kwargs.get("non_blocking")
+    if name == "copy_":
+        waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        return waits and args[0].device.type == "cpu" and args[1].device.type != "cpu"
+    return False
+
+
+def _sent_bytes(func, args: tuple) -> int:
+    """Bytes of the tensors that a call of ``func`` hands over; those it only fills do not count."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args))
+    sent = next((given[name] for name in _SENT if name in given), None)
+    tensors = [leaf for leaf in tree_leaves(sent) if torch.is_tensor(leaf)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _frames() -> Iterator[tuple[str, int]]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code.co_filename, frame.f_lineno
+        frame = frame.f_back
+
+
+def _called_from(files: tuple[str, ...]) -> bool:
+    return any(name.endswith(files) for name, _ in _frames())
+
+
+def _mtp_frame() -> str | None:
+    """ "file:line" of the innermost MTP code on the stack; None outside it and in the attention."""
+    for name, line in _frames():
+        if name.endswith(_ATTENTION):
+            return None
+        if any(part in name for part in _MTP_FILES):
+            return f"{Path(name).name}:{line}"
+    return None

@@ -1,0 +1,73 @@
+"""Time and peak memory of the objective, forward and backward, over s, V, D and the mask."""
+
+from __future__ import annotations
+
+import functools
+from typing import Callable, Iterator
+
+import torch
+
+from tools.bench.heads import Inputs, Objective, build
+from tools.bench.results import Goal, Row
+from tools.bench.sizes import Sizes
+from tools.bench.timing import medians, peak_bytes
+from tools.bench.trees import Pair
+
+TIME, MEMORY = "objective time", "objective memory"
+# At `Sizes.at`, by supervised share.
+TIME_GOALS = {1.0: Goal(0.50), 0.25: Goal(0.20), 0.05: Goal(0.08)}
+MEMORY_GOAL = Goal(0.25)
+
+
+def measure(pair: Pair, sizes: Sizes, tick: Callable[[str], None]) -> Iterator[Row]:
+    """Rows of all cases, and of the isolated objective at the sizes with goals.
+
+    Upstream's cost does not depend on the mask (it multiplies the finished losses), so it runs
+    once per turn, beside ours with every mask.
+    """
+    for vocabulary in sizes.vocabularies:
+        models = {
+            tree.name: build(tree, pair, vocabulary, sizes.hidden, sizes.dtype) for tree in pair
+        }
+        for length, of_vocabulary, depths in sizes.cases():
+            if of_vocabulary != vocabulary:
+                continue
+            for isolated in (False, True) if (length, vocabulary) == sizes.at else (False,):
+                tick(f"objective s={length} V={vocabulary} D={depths}")
+                yield from _case(pair, sizes, models, length, vocabulary, depths, isolated)
+
+
+def _case(pair, sizes, models, length, vocabulary, depths, isolated) -> Iterator[Row]:
+    shape = (length, depths, sizes.hidden, vocabulary)
+    inputs = {share: Inputs.random(*shape, share, sizes.dtype) for share in sizes.fractions}
+    theirs = Objective(pair.upstream, models["upstream"], depths, isolated)
+    ours = Objective(pair.ours, models["ours"], depths, isolated, chunk=sizes.chunk)
+    calls = {"upstream": functools.partial(theirs, inputs[sizes.fractions[0]])}
+    calls |= {str(share): functools.partial(ours, inputs[share]) for share in sizes.fractions}
+    peaks = {}
+    for name, call in list(calls.items()):  # also warms up
+        try:
+            peaks[name] = peak_bytes(call)
+        except torch.OutOfMemoryError:  # on a GPU; a row without upstream says so
+            if name != "upstream":
+                raise
+            del calls[name]
+            torch.cuda.empty_cache()
+        call.func.release(*call.args)
+    seconds = medians(calls, sizes.repeats)
+    goals = (length, vocabulary) == sizes.at
+    for share in sizes.fractions:
+        kind = ", isolated" if isolated else ""
+        name = f"s={length} V={vocabulary} D={depths}, {share:.0%} supervised{kind}"
+        key = dict(s=length, V=vocabulary, D=depths, share=share, isolated=isolated)
+        time_goal = TIME_GOALS.get(share) if goals else None
+        memory_goal = MEMORY_GOAL if goals else None
+        theirs_s, theirs_b = seconds.get("upstream"), peaks.get("upstream")
+        yield Row(TIME, name, "ms", _times(1e3, theirs_s), 1e3 * seconds[str(share)], time_goal, key)
+        yield Row(
+            MEMORY, name, "MB", _times(1e-6, theirs_b), 1e-6 * peaks[str(share)], memory_goal, key
+        )
+
+
+def _times(factor: float, value: float | None) -> float | None:
+    return None if value is None else factor * value
