@@ -48,14 +48,18 @@ class Traffic:
 
 
 class CountTraffic(TorchDispatchMode):
-    """Counts communication inside the block, but not that of the attention."""
+    """Counts what leaves this rank inside the block, but not for the attention.
+
+    Calls on a group of one rank send nothing and do not count: upstream's vocabulary-parallel
+    cross-entropy makes three per depth without tensor parallelism.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.traffic = Traffic()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d" and not _called_from(_ATTENTION):
+        if func.namespace == "c10d" and _leaves_rank(args) and not _called_from(_ATTENTION):
             name = func._schema.name.split("::")[1]
             self.traffic.calls[name] += 1
             if name not in _RECEIVES:
@@ -161,6 +165,12 @@ def _copies_to_host(name: str, args: tuple, kwargs: dict) -> bool:
         waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
         return waits and args[0].device.type == "cpu" and args[1].device.type != "cpu"
     return False
+
+
+def _leaves_rank(args: tuple) -> bool:
+    """Whether the group among a c10d operator's arguments has more than one rank."""
+    groups = [one for one in args if isinstance(one, torch.ScriptObject)]
+    return torch.distributed.ProcessGroup.unbox(groups[0]).size() > 1
 
 
 def _sent_bytes(func, args: tuple) -> int:

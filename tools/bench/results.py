@@ -138,4 +138,6 @@ def number(value: float | None) -> str:
         return "–"
     if value == int(value) and abs(value) < 1e7:
         return str(int(value))
-    return f"{value:.2e}" if abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:.3g}"
+    if abs(value) < 1e-3 or abs(value) >= 1e7:
+        return f"{value:.2e}"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
