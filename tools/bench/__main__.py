@@ -33,9 +33,14 @@ def main(arguments: list[str] | None = None) -> int:
         print("error: --device cuda needs a GPU that torch can use", file=sys.stderr)
         return EXIT_NOT_READY
     try:
+        from tests.support.unpatched import NoUnpatchedTree
+
         rows = _run(options, folder)
     except ModuleNotFoundError as error:
         print(f"error: {error}; start with `make bench`", file=sys.stderr)
+        return EXIT_NOT_READY
+    except NoUnpatchedTree as error:
+        print(f"error: no unpatched Megatron to compare with: {error}", file=sys.stderr)
         return EXIT_NOT_READY
     return EXIT_MISSED if options.strict and any(row.met is False for row in rows) else EXIT_OK
 
@@ -52,6 +57,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="sections")
     parser.add_argument("--repeats", type=int, help="runs of which medians are taken (5)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (all)")
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        default="wall",
+        help="cpu: count this process's CPU seconds, on a machine that is busy otherwise (wall)",
+    )
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
     parser.add_argument("--output", type=Path, help="folder (build/bench or build/bench-gpu)")
     parser.add_argument(
@@ -84,7 +95,7 @@ def _measure(options: argparse.Namespace, folder: Path, chosen) -> Iterator[Any]
     """All rows of the chosen sections."""
     import torch
 
-    from tools.bench import accuracy, objective, roofline, step, traffic
+    from tools.bench import accuracy, objective, roofline, step, timing, traffic
     from tools.bench.trees import load_pair, unpack_upstream
 
     start = time.monotonic()
@@ -98,6 +109,7 @@ def _measure(options: argparse.Namespace, folder: Path, chosen) -> Iterator[Any]
     if "traffic" in options.only:  # forks: before this process uses several threads
         yield from traffic.measure(upstream, chosen, tick)
     torch.set_num_threads(options.threads)
+    timing.use_clock(options.clock)
     with pair.world():
         if "accuracy" in options.only:
             tick("gradients")
@@ -121,6 +133,7 @@ def _machine(options: argparse.Namespace, chosen) -> dict[str, Any]:
         chunk=chosen.chunk,
         threads=options.threads,
         repeats=chosen.repeats,
+        clock=options.clock,
         quick=options.quick,
     )
 

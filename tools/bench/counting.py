@@ -15,13 +15,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
 
 _RECEIVES = ("recv_", "recv_any_source_")
 # What c10d's operators call the tensors that leave the rank; others only get filled.
 _SENT = ("input_tensors", "input_tensor", "input_list", "inputs", "input", "tensors")
 # The release's files and ours that belong to the heads and their objective.
 _MTP_FILES = ("multi_token_prediction.py", "mtp_objective")
-_ATTENTION = ("tests/support/attention.py",)  # the reference attention's own messages and reads
+_ATTENTION = ("tests/support/attention.py",)  # the reference attention's own messages
+# A layer inside a head waits where the decoder's layers do: packed rotary embeddings, attention.
+_LAYERS = (*_ATTENTION, "transformer/transformer_layer.py", "hybrid/hybrid_block.py")
 
 
 @dataclasses.dataclass
@@ -70,9 +73,13 @@ class CountTraffic(TorchDispatchMode):
 class FindSyncs:
     """Records every place of the MTP path at which the host waits for a value of the device.
 
+    The path is the heads' own code and the objective; the transformer layer inside a head is the
+    decoder's.
+
     Operators whose result depends on values (``item``, ``nonzero``, boolean indexing, …) are seen
     in the dispatcher; ``tolist``, ``cpu`` and the like as function calls, because on the CPU they
-    run without an operator. A copy with ``non_blocking=True`` does not wait.
+    run without an operator. A copy with ``non_blocking=True`` does not wait, and what was copied so
+    may be read: its reader waits for an event, which is not the device.
 
     Attributes:
         places: by "file:line operator", how often.
@@ -80,7 +87,8 @@ class FindSyncs:
 
     def __init__(self) -> None:
         self.places: collections.Counter = collections.Counter()
-        self._modes = (_SyncOperators(self.places), _SyncMethods(self.places))
+        on_host = WeakIdKeyDictionary()
+        self._modes = _SyncOperators(self.places, on_host), _SyncMethods(self.places, on_host)
 
     def __enter__(self) -> FindSyncs:
         for mode in self._modes:
@@ -111,15 +119,17 @@ class _SyncOperators(TorchDispatchMode):
         "equal",
     }
 
-    def __init__(self, places: collections.Counter) -> None:
+    def __init__(self, places: collections.Counter, on_host: WeakIdKeyDictionary) -> None:
         super().__init__()
-        self._places = places
+        self._places, self._on_host = places, on_host
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
         if name in self.WAIT or _indexes_by_mask(name, args) or _copies_to_host(name, args, kwargs):
             _note(self._places, name)
+        if name == "copy_" and _without_waiting(args, kwargs):
+            self._on_host[args[0]] = True
         return func(*args, **kwargs)
 
 
@@ -128,16 +138,18 @@ class _SyncMethods(TorchFunctionMode):
 
     READ = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu, torch.Tensor.__array__}
 
-    def __init__(self, places: collections.Counter) -> None:
+    def __init__(self, places: collections.Counter, on_host: WeakIdKeyDictionary) -> None:
         super().__init__()
-        self._places = places
+        self._places, self._on_host = places, on_host
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in self.READ:
+        if func in self.READ and args[0] not in self._on_host:
             _note(self._places, func.__name__)
         elif func is torch.Tensor.to and not kwargs.get("non_blocking"):
-            if any(str(value) == "cpu" for value in (*args[1:2], kwargs.get("device"))):
+            # A device object may be the tensors' own, which on a GPU is not the host.
+            targets = (*args[1:2], kwargs.get("device"))
+            if any(isinstance(value, str) and value == "cpu" for value in targets):
                 _note(self._places, "to")
         return func(*args, **kwargs)
 
@@ -162,9 +174,14 @@ def _copies_to_host(name: str, args: tuple, kwargs: dict) -> bool:
         to_host = target is not None and torch.device(target).type == "cpu"
         return to_host and args[0].device.type != "cpu" and not kwargs.get("non_blocking")
     if name == "copy_":
-        waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-        return waits and args[0].device.type == "cpu" and args[1].device.type != "cpu"
+        to_host = args[0].device.type == "cpu" and args[1].device.type != "cpu"
+        return to_host and not _without_waiting(args, kwargs)
     return False
+
+
+def _without_waiting(args: tuple, kwargs: dict) -> bool:
+    """Whether a ``copy_`` is a non-blocking one."""
+    return bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
 
 
 def _leaves_rank(args: tuple) -> bool:
@@ -193,9 +210,9 @@ def _called_from(files: tuple[str, ...]) -> bool:
 
 
 def _mtp_frame() -> str | None:
-    """ "file:line" of the innermost MTP code on the stack; None outside it and in the attention."""
+    """ "file:line" of the innermost MTP code on the stack; None outside it and inside its layers."""
     for name, line in _frames():
-        if name.endswith(_ATTENTION):
+        if name.endswith(_LAYERS):
             return None
         if any(part in name for part in _MTP_FILES):
             return f"{Path(name).name}:{line}"

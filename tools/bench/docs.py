@@ -43,7 +43,7 @@ def render(summary: dict[str, Any]) -> str:
         "",
         f"Measured on {machine['device']}, torch {machine['torch']}, "
         f"{machine['dtype']}, h={machine['hidden']}, chunk {machine['chunk']}, {machine['threads']} "
-        f"threads, medians of {machine['repeats']}. Goals met: {met} of {len(judged)}.",
+        f"threads, {machine['clock']} time, medians of {machine['repeats']}. Goals met: {met} of {len(judged)}.",
         "",
     ]
     for section in dict.fromkeys(row["section"] for row in rows):

@@ -16,6 +16,7 @@ MEMORY_GOAL = Goal(0.1, "ours")
 _AXES = {
     objective.TIME: ("s", "V", "D"),
     objective.MEMORY: ("s", "V", "D"),
+    objective.EXTRA: ("s", "V", "D"),
     traffic.CALLS: ("sequences", "D"),
     traffic.SYNCS: ("sequences", "D"),
 }
@@ -44,14 +45,16 @@ def measure(rows: list[Row], sizes: Sizes) -> Iterator[Row]:
     for section, axes in _AXES.items():
         for axis in axes:
             for fixed, along in _lines(rows, section, axis, at).items():
+                if section == objective.EXTRA:  # what a chunk bounds, once there is a whole one
+                    along = [row for row in along if row.key["s"] * row.key["share"] >= sizes.chunk]
                 along.sort(key=lambda row: row.key[axis])
                 if len(along) < 2:
                     continue
                 x = [row.key[axis] for row in along]
                 upstream = _exponent_of(x, [row.upstream for row in along])
                 ours = _exponent_of(x, [row.ours for row in along])
-                constant = section == objective.MEMORY and axis == "s"
-                name = f"{section.split(' at ')[0]} over {axis}{_words(fixed)}"
+                constant = section == objective.EXTRA and axis == "s"
+                name = f"{section.split(' at ')[0]}, over {axis}{_words(fixed)}"
                 key = dict(axis=axis, of=section)
                 goal = MEMORY_GOAL if constant else None
                 yield Row(GROWTH, name, "", upstream, ours, goal, key, comparable=False)

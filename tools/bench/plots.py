@@ -40,8 +40,8 @@ def _objective(axes: Any, rows: list[Row], sizes: Sizes) -> bool:
             _curve(axis, line, "s", "ours", f"ours, {share:.0%} supervised", _COLOURS[share], "-")
             if share == sizes.fractions[0]:
                 _curve(axis, line, "s", "upstream", "upstream", "black", "--")
-        axis.set(xscale="log", yscale="log", xlabel="sequence length", ylabel=f"{section} [{unit}]")
-        axis.set_title(f"V={vocabulary}, one depth, forward + backward")
+        axis.set(xscale="log", yscale="log", xlabel="sequence length", ylabel=unit)
+        axis.set_title(f"{section}\nV={vocabulary}, one depth, forward + backward", fontsize=9)
         axis.grid(alpha=0.3, which="both")
         axis.legend()
     return found

@@ -26,7 +26,7 @@ def test_what_no_exponent_fits_is_refused(x, cost):
 
 def _memory(s, V, D, share, ours, isolated=False):
     key = dict(s=s, V=V, D=D, share=share, isolated=isolated)
-    return Row(objective.MEMORY, "", "MB", 10 * s, ours, key=key)
+    return Row(objective.EXTRA, "", "MB", 10 * s, ours, key=key)
 
 
 def test_rows_are_compared_along_one_size_with_the_others_fixed():
@@ -48,9 +48,16 @@ def test_rows_are_compared_along_one_size_with_the_others_fixed():
 
 def test_memory_that_grows_with_the_sequence_misses_the_goal():
     V = sizes.CPU.at[1]
-    rows = [_memory(s, V, 1, 0.25, float(s)) for s in sizes.CPU.lengths]
+    rows = [_memory(s, V, 1, 1.0, float(s)) for s in sizes.CPU.lengths]
     (row,) = growth.measure(rows, sizes.CPU)
     assert row.ours == pytest.approx(1.0) and row.met is False
+
+
+def test_lengths_without_a_whole_chunk_say_nothing_about_what_a_chunk_bounds():
+    V, chunk = sizes.CPU.at[1], sizes.CPU.chunk
+    rows = [_memory(s, V, 1, 0.5, min(0.5 * s, chunk)) for s in (chunk, 2 * chunk, 8 * chunk)]
+    (row,) = growth.measure(rows, sizes.CPU)
+    assert row.ours == pytest.approx(0.0)
 
 
 def test_a_length_that_upstream_has_no_memory_for_is_left_out_of_its_fit():
