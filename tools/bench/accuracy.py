@@ -6,7 +6,7 @@ from typing import Iterator
 
 import torch
 
-from tools.bench.heads import Inputs, Objective, build
+from tools.bench.heads import Inputs, Objective, build_head
 from tools.bench.results import Goal, Row
 from tools.bench.trees import Pair
 
@@ -45,7 +45,7 @@ def _gradients(pair: Pair, dtype, chunk: int) -> tuple[dict, dict]:
     inputs.hidden = inputs.hidden.detach().to(dtype).requires_grad_()
     found = []
     for tree in pair:
-        model = build(tree, pair, _SHAPE["vocabulary"], _SHAPE["width"], _BF16).to(dtype)
+        model = build_head(tree, pair, _SHAPE["vocabulary"], _SHAPE["width"], _BF16).to(dtype)
         objective = Objective(tree, model, _SHAPE["depths"], chunk=chunk)
         with tree.active(), fp64_cross_entropy():
             found.append(objective.gradients(inputs))

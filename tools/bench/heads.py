@@ -60,10 +60,34 @@ def build(tree: Tree, pair: Pair, vocabulary: int, width: int, dtype, depths: in
         return build_model(described, pair.groups[tree.name])
 
 
+def build_head(tree: Tree, pair: Pair, vocabulary: int, width: int, dtype):
+    """A tiny GPTModel of a tree with an output layer of the size asked for.
+
+    The objective needs no more. The support library's own models draw every weight in float64 on
+    the host, which takes minutes at the vocabularies of large models.
+    """
+    model = build(tree, pair, 64, width, dtype)
+    with tree.active():
+        from megatron.core.tensor_parallel import ColumnParallelLinear
+
+        layer = ColumnParallelLinear(
+            width,
+            vocabulary,
+            config=model.config,
+            init_method=torch.nn.init.zeros_,
+            bias=False,
+            gather_output=False,
+            tp_group=pair.groups[tree.name].tp,
+        )
+    model.output_layer = layer.to(model.embedding.word_embeddings.weight.device, dtype)
+    torch.manual_seed(0)  # alike in both trees
+    torch.nn.init.normal_(model.output_layer.weight, std=width**-0.5)
+    return model
+
+
 def chunked(tree: Tree, chunk: int) -> dict[str, Any]:
-    """Config fields that turn the chunked objective on where the tree has it."""
-    config = tree.load("megatron.core.transformer.transformer_config").TransformerConfig
-    return {CHUNK: chunk} if hasattr(config, CHUNK) else {}
+    """Config fields that turn the chunked objective on: ours alone has it."""
+    return {CHUNK: chunk} if tree.name == "ours" else {}
 
 
 class Objective:

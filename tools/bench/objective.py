@@ -13,7 +13,7 @@ from typing import Callable, Iterator
 
 import torch
 
-from tools.bench.heads import Inputs, Objective, build
+from tools.bench.heads import Inputs, Objective, build_head
 from tools.bench.results import Goal, Row
 from tools.bench.sizes import Sizes
 from tools.bench.timing import medians, peak_bytes
@@ -35,7 +35,7 @@ def measure(pair: Pair, sizes: Sizes, tick: Callable[[str], None]) -> Iterator[R
     """
     for vocabulary in sizes.vocabularies:
         models = {
-            tree.name: build(tree, pair, vocabulary, sizes.hidden, sizes.dtype) for tree in pair
+            tree.name: build_head(tree, pair, vocabulary, sizes.hidden, sizes.dtype) for tree in pair
         }
         for length, depths in itertools.product(sizes.lengths, sizes.depths):
             for isolated in (False, True) if (length, vocabulary) == sizes.at else (False,):

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from tools.bench.heads import Inputs, Objective, build
+from tools.bench.heads import Inputs, Objective, build_head
 from tools.bench.results import Row
 from tools.bench.sizes import Sizes
 from tools.bench.timing import peak_bytes, seconds_of, synchronize
@@ -116,7 +116,7 @@ def measure(pair: Pair, sizes: Sizes, tick: Callable[[str], None]) -> Iterator[R
     work = {}
     for tree in pair:
         tick(f"operators of the objective, {tree.name}")
-        model = build(tree, pair, vocabulary, sizes.hidden, sizes.dtype)
+        model = build_head(tree, pair, vocabulary, sizes.hidden, sizes.dtype)
         objective = Objective(tree, model, 1, chunk=sizes.chunk)
         try:
             peak_bytes(lambda: objective(inputs))
