@@ -19,14 +19,18 @@ RUN_FORK = env -u PYTHONPATH $(PY) tools/fork.py
 # A foreign MEGATRON_TREE is used as it is; only our own tree is built.
 SYNC_TREE = $(if $(filter $(CURDIR)/build/tree,$(MEGATRON_TREE)),$(RUN_FORK) tree,true)
 
-.PHONY: help setup demo test test-dist tree patches check rebase bench bench-gpu
+.PHONY: help setup doctor demo test test-dist tree patches check rebase bench bench-gpu
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
 
 setup:  ## make .venv and install requirements.txt into it (done once, by every other target)
 	@env -u PYTHONPATH bash tools/setup_env.sh $(VENV) requirements.txt
-	@$(RUN_FORK) doctor
+	@env -u PYTHONPATH $(PY) tools/doctor.py --quick
+
+doctor: setup  ## say what is installed, which features it gives, what to install for the rest
+	@$(SYNC_TREE)
+	@$(PY) tools/doctor.py $(ARGS)
 
 demo: setup  ## train MTP heads during RL on the CPU and prove the policy untouched (ARGS=...)
 	@$(SYNC_TREE)

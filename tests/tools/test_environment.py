@@ -50,7 +50,7 @@ def test_python_3_12_and_later_are_fine(version):
 def test_the_module_that_refuses_an_old_python_can_be_read_by_it():
     import ast
 
-    for name in ("fork.py", "forklib/environment.py", "forklib/__init__.py"):
+    for name in ("fork.py", "doctor.py", "forklib/environment.py", "forklib/__init__.py"):
         ast.parse((ROOT / "tools" / name).read_text(), feature_version=(3, 4))
 
 
@@ -133,7 +133,7 @@ def test_an_apex_on_the_path_of_a_real_interpreter_stops_the_setup(tmp_path):
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('must not be imported')\n")
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, str(ROOT / "tools" / "fork.py"), "doctor"]
+    command = [sys.executable, str(ROOT / "tools" / "doctor.py"), "--quick"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 1
     assert "pip uninstall apex" in done.stderr
@@ -151,5 +151,5 @@ def test_help_names_every_verb(capsys):
 def test_make_help_gives_each_target_one_line():
     done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True)
     lines = {line.split()[0]: line for line in done.stdout.splitlines()}
-    for target in ("demo", "test", "test-dist", "tree", "patches", "check", "rebase", "bench"):
+    for target in ("doctor", "demo", "test", "test-dist", "tree", "patches", "check", "rebase", "bench"):
         assert len(lines[target]) > len(target) + 15

@@ -4,17 +4,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from forklib import check, checkout, environment, export, project, rebase, tree
+from forklib import check, checkout, export, project, rebase, tree
 from forklib.errors import ForkError
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    problem = environment.apex_problem()
-    if problem:
-        raise ForkError(problem)
-    return 0
 
 
 def _tree(args: argparse.Namespace) -> int:
@@ -72,7 +65,6 @@ def parser() -> argparse.ArgumentParser:
         one.set_defaults(function=function)
         return one
 
-    verb("doctor", _doctor, "check that this Python can run Megatron")
     verb("tree", _tree, "build or refresh build/tree: the pinned release with the series applied")
     one = verb(
         "patches", _patches, "rewrite patches/ from the added files and build/tree's commits"
