@@ -55,6 +55,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where (cpu)")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does everything run?")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="sections")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="of hidden states and weights (float32; on a GPU bfloat16)",
+    )
     parser.add_argument("--repeats", type=int, help="runs of which medians are taken (5)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (all)")
     parser.add_argument(
@@ -76,12 +81,16 @@ def _parser() -> argparse.ArgumentParser:
 def _run(options: argparse.Namespace, folder: Path) -> list:
     import dataclasses
 
+    import torch
+
     from tools.bench import growth, plots, results, sizes
 
     name = options.device.replace("cuda", "gpu").upper() + ("_QUICK" if options.quick else "")
     chosen = getattr(sizes, name)
     if options.repeats is not None:
         chosen = dataclasses.replace(chosen, repeats=options.repeats)
+    if options.dtype is not None:
+        chosen = dataclasses.replace(chosen, dtype=getattr(torch, options.dtype))
     rows = list(_measure(options, folder, chosen))
     rows += growth.measure(rows, chosen)
     results.show(rows)

@@ -14,6 +14,7 @@ ACCURACY = "gradients"
 _SHAPE = dict(length=256, depths=2, width=64, vocabulary=500, fraction=0.3)
 _CHUNK = 32
 _EXACT = 1e-12
+_NOT_WORSE = Goal(1.05)  # two roundings of the same size do not come out equal
 _BF16 = torch.bfloat16
 
 
@@ -28,7 +29,7 @@ def measure(pair: Pair) -> Iterator[Row]:
         errors = (
             ("float64, plain path against upstream", None, plain, Goal(_EXACT, "ours")),
             ("float64, chunked against plain path", None, chunked, Goal(_EXACT, "ours")),
-            ("bfloat16, chunked against float64", upstream_half, half, Goal(None, "ours")),
+            ("bfloat16, chunked against float64", upstream_half, half, _NOT_WORSE),
         )
         for what, theirs, ours, goal in errors:
             want = plain[name] if ours is chunked else exact

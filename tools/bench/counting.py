@@ -8,8 +8,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import sys
+import warnings
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -103,6 +104,21 @@ class FindSyncs:
     def total(self) -> int:
         """All of them."""
         return sum(self.places.values())
+
+
+def cuda_waits(call: Callable[[], object]) -> int:
+    """How often the host waits for the device during a call, as CUDA itself reports it.
+
+    Needs a GPU. The judge of `FindSyncs`, whose list of operators is ours.
+    """
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(one.message) for one in seen)
 
 
 class _SyncOperators(TorchDispatchMode):

@@ -64,7 +64,7 @@ def _lines(rows, section: str, axis: str, at: dict[str, Any]) -> dict[tuple, lis
     """The rows along one axis, by what distinguishes parallel lines (share, what is counted)."""
     lines = collections.defaultdict(list)
     for row in rows:
-        if row.section == section and all(
+        if row.section == section and axis in row.key and all(
             row.key.get(name, value) == value for name, value in at.items() if name != axis
         ):
             lines[tuple(row.key[name] for name in ("share", "what") if name in row.key)].append(row)

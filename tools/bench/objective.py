@@ -13,10 +13,12 @@ from typing import Callable, Iterator
 
 import torch
 
+from tools.bench.counting import cuda_waits
 from tools.bench.heads import Inputs, Objective, build_head
 from tools.bench.results import Goal, Row
 from tools.bench.sizes import Sizes
 from tools.bench.timing import medians, peak_bytes
+from tools.bench.traffic import SYNCS
 from tools.bench.trees import Pair
 
 TIME = "objective time"
@@ -61,6 +63,8 @@ def _case(pair, sizes, models, length, vocabulary, depths, isolated) -> Iterator
             torch.cuda.empty_cache()
         call.func.release(*call.args)
     seconds = medians(calls, sizes.repeats)
+    if torch.cuda.is_available():
+        yield _waits(calls, sizes, f"s={length} V={vocabulary} D={depths}")
     goals = (length, vocabulary) == sizes.at
     weight = models["ours"].output_layer.weight
     returned = inputs[sizes.fractions[0]].hidden.nbytes + (0 if isolated else weight.nbytes)
@@ -76,6 +80,13 @@ def _case(pair, sizes, models, length, vocabulary, depths, isolated) -> Iterator
         for section, left_out in ((MEMORY, 0), (EXTRA, returned)):
             both = [_times(1e-6, None if b is None else b - left_out) for b in (theirs_b, ours_b)]
             yield Row(section, name, "MB", *both, memory_goal, key)
+
+
+def _waits(calls: dict[str, Callable], sizes: Sizes, name: str) -> Row:
+    """Host synchronisations as CUDA reports them."""
+    waits = {which: cuda_waits(call) for which, call in calls.items()}
+    both = waits.get("upstream"), waits[str(sizes.fractions[0])]
+    return Row(SYNCS, f"objective, as CUDA reports, {name}", "", *both, Goal(0, "ours"))
 
 
 def _times(factor: float, value: float | None) -> float | None:

@@ -18,16 +18,15 @@ class Goal:
     """An upper limit for one column of a row.
 
     Attributes:
-        limit: the largest value that meets it; None: the other side's value.
+        limit: the largest value that meets it.
         of: the column, "ratio" or "ours".
     """
 
-    limit: float | None
+    limit: float
     of: Literal["ratio", "ours"] = "ratio"
 
     def __str__(self) -> str:
-        limit = "upstream" if self.limit is None else f"{self.limit:g}"
-        return f"{self.of} ≤ {limit}"
+        return f"{self.of} ≤ {self.limit:g}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +67,7 @@ class Row:
         if self.goal is None:
             return None
         value = getattr(self, self.goal.of)
-        limit = self.upstream if self.goal.limit is None else self.goal.limit
-        return None if value is None or limit is None else value <= limit
+        return None if value is None else value <= self.goal.limit
 
     def as_json(self) -> dict[str, Any]:
         """The row as it stands in summary.json."""

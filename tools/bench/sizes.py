@@ -27,7 +27,7 @@ class Sizes:
         at: (s, V) for which goals are stated, and which the other sections use.
         repeats: runs of which a median is taken.
         sequences: packed sequences per microbatch for the messages, with message_depths.
-        step_layers, step_length, step_vocabulary: the model of the whole training step.
+        step_layers, step_hidden, step_length, step_vocabulary: the model of a whole training step.
     """
 
     dtype: torch.dtype = torch.float32
@@ -42,6 +42,7 @@ class Sizes:
     sequences: tuple[int, ...] = (1, 8, 64)
     message_depths: tuple[int, ...] = (1, 2, 4)
     step_layers: int = 4
+    step_hidden: int = 128
     step_length: int = 1 * K
     step_vocabulary: int = 32 * K
 
@@ -59,6 +60,7 @@ CPU_QUICK = dataclasses.replace(
     sequences=(1, 3),
     message_depths=(1, 2),
     step_layers=1,
+    step_hidden=16,
     step_length=64,
     step_vocabulary=128,
 )
@@ -71,6 +73,7 @@ GPU = dataclasses.replace(
     depths=(1,),
     chunk=2 * K,
     at=(8 * K, 152 * K),
+    step_hidden=1 * K,
     step_length=4 * K,
     step_vocabulary=152 * K,
 )

@@ -6,10 +6,10 @@ Run: pytest tests/tools/bench/test_counting.py
 import pytest
 import torch
 import torch.distributed as dist
-from tools.bench.counting import CountTraffic, FindSyncs
+from tools.bench.counting import CountTraffic, FindSyncs, cuda_waits
 from tools.bench.timing import medians, peak_bytes
 
-from tests.support import parallel_world, prepare, run_ranks
+from tests.support import has_gpu, parallel_world, prepare, run_ranks
 
 prepare()
 
@@ -82,6 +82,13 @@ class TestHostSynchronisations:
         with FindSyncs() as found:
             output.sum().backward()
         assert dict(found.places) == {"chunked.py:3 _local_scalar_dense": 1}
+
+
+@pytest.mark.skipif(not has_gpu(), reason="CUDA's own report needs a GPU")
+def test_cuda_reports_what_waits_for_it():
+    x = torch.ones(8, device="cuda")
+    assert cuda_waits(lambda: x * 2) == 0
+    assert cuda_waits(lambda: (x.sum().item(), x[x > 0])) >= 2
 
 
 def _send_everything() -> tuple[dict, int, int]:

@@ -29,10 +29,6 @@ class TestGoals:
     def test_a_count_is_judged_by_itself_even_where_upstream_has_none(self, ours, met):
         assert row(None, ours, Goal(0, "ours")).met is met
 
-    @pytest.mark.parametrize("ours, met", [(3.0, True), (3.1, False)])
-    def test_without_a_limit_upstream_is_the_limit(self, ours, met):
-        assert row(3.0, ours, Goal(None, "ours")).met is met
-
     def test_nothing_is_judged_without_a_goal_or_without_the_figure(self):
         assert row(4.0, 9.0).met is None
         assert row(None, 9.0, Goal(0.5)).met is None  # upstream ran out of memory
