@@ -19,7 +19,7 @@ RUN_FORK = env -u PYTHONPATH $(PY) tools/fork.py
 # A foreign MEGATRON_TREE is used as it is; only our own tree is built.
 SYNC_TREE = $(if $(filter $(CURDIR)/build/tree,$(MEGATRON_TREE)),$(RUN_FORK) tree,true)
 
-.PHONY: help setup doctor demo test test-dist tree patches check rebase bench
+.PHONY: help setup doctor demo test test-dist tree patches check rebase bench bench-gpu
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -57,5 +57,10 @@ rebase: setup  ## try the series on another release: make rebase BASE=x.y.z
 	@test -n "$(BASE)" || { echo "error: which release? make rebase BASE=x.y.z" >&2; exit 2; }
 	@$(RUN_FORK) rebase $(BASE) $(ARGS)
 
-bench:  ## measure the cost of the MTP objective (not written yet)
-	@echo "error: there are no benchmarks yet; they come with a later change" >&2; exit 2
+bench: setup  ## measure the cost of the MTP objective beside unpatched Megatron (ARGS=--help)
+	@$(SYNC_TREE)
+	$(PY) -m tools.bench $(ARGS)
+
+bench-gpu: setup  ## the same on CUDA, at the sizes of large models
+	@$(SYNC_TREE)
+	$(PY) -m tools.bench --device cuda $(ARGS)
