@@ -18,6 +18,7 @@ from torch import Tensor
 
 ProcessGroup = torch.distributed.ProcessGroup
 
+_BLOCK = 256  # Columns; a CPU finds a maximum without its place several times as fast.
 _CACHED_LOGITS = 1 << 18  # Few enough for a CPU core's cache; 8 rows of 32K were the fastest.
 
 
@@ -61,9 +62,23 @@ def cross_entropy_in_place(
     return RowLosses(*(torch.cat([getattr(block, name) for block in blocks]) for name in names))
 
 
+def first_max(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row and the first column that holds it, as ``max(dim=-1)``.
+
+    On a CPU in two steps where the columns allow: the maxima of blocks, then the place in the first
+    block that has the largest.
+    """
+    if logits_NV.device.type != "cpu" or logits_NV.size(-1) % _BLOCK:
+        return logits_NV.max(dim=-1)
+    blocks = logits_NV.reshape(logits_NV.size(0), -1, _BLOCK)
+    max_N, block_N = blocks.amax(dim=-1).max(dim=-1)
+    best_N = blocks.gather(1, block_N.view(-1, 1, 1).expand(-1, 1, _BLOCK)).squeeze(1)
+    return max_N, block_N * _BLOCK + best_N.argmax(dim=-1)
+
+
 def _whole_vocabulary(logits_NV: Tensor, labels_N: Tensor) -> RowLosses:
     """`cross_entropy_in_place` on one rank."""
-    max_N, argmax_N = logits_NV.max(dim=-1)
+    max_N, argmax_N = first_max(logits_NV)
     label = _LocalLabels.of(labels_N, 0, logits_NV.size(-1))
     sum_N, label_logit_N = _exponentiate(logits_NV, max_N, label)
     _subtract_at_labels(logits_NV, sum_N, label)
@@ -72,7 +87,7 @@ def _whole_vocabulary(logits_NV: Tensor, labels_N: Tensor) -> RowLosses:
 
 def _shared_vocabulary(logits_NV: Tensor, labels_N: Tensor, tp_group: ProcessGroup) -> RowLosses:
     """`cross_entropy_in_place` on one of several ranks."""
-    local_max_N, local_argmax_N = logits_NV.max(dim=-1)
+    local_max_N, local_argmax_N = first_max(logits_NV)
     max_PN = local_max_N.new_empty((tp_group.size(), *local_max_N.shape))
     torch.distributed.all_gather_into_tensor(max_PN.flatten(), local_max_N, group=tp_group)
     max_N, owner_N = max_PN.max(dim=0)
