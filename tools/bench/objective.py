@@ -54,6 +54,7 @@ def _case(pair, sizes, models, length, vocabulary, depths, isolated) -> Iterator
     calls |= {str(share): functools.partial(ours, inputs[share]) for share in sizes.fractions}
     peaks = {}
     for name, call in list(calls.items()):  # also warms up
+        call.func.release(*call.args)  # gradients of the case before, which would count as freed
         try:
             peaks[name] = peak_bytes(call)
         except torch.OutOfMemoryError:  # on a GPU; a row without upstream says so
