@@ -32,7 +32,7 @@ doctor: setup  ## say what is installed, which features it gives, what to instal
 	@$(SYNC_TREE)
 	@$(PY) tools/doctor.py $(ARGS)
 
-demo: setup  ## train MTP heads during RL on the CPU and prove the policy untouched (ARGS=...)
+demo: setup  ## the same RL run with MTP heads frozen and trained online, on the CPU (ARGS=...)
 	@$(SYNC_TREE)
 	$(PY) -m examples.online_rl $(ARGS)
 
