@@ -42,7 +42,7 @@ def render(summary: dict[str, Any]) -> str:
     lines = [
         "",
         f"Measured on {machine['device']}, torch {machine['torch']}, {machine['dtype']}, "
-        f"h={machine['hidden']}, chunk {machine['chunk']}, {machine['threads']} threads, "
+        f"h={machine['hidden']}, chunk {machine['chunk']}, {machine['threads']} thread(s), "
         f"{machine['clock']} time, medians of {machine['repeats']}. "
         f"Goals met: {met} of {len(judged)}.",
         "",
