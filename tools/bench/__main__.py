@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of hidden states and weights (float32; on a GPU bfloat16)",
     )
     parser.add_argument("--repeats", type=int, help="runs of which medians are taken (5)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="CPU threads (all)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
     parser.add_argument(
         "--clock",
         choices=("wall", "cpu"),
@@ -117,9 +117,9 @@ def _measure(options: argparse.Namespace, folder: Path, chosen) -> Iterator[Any]
     pair = load_pair(upstream)
     if "traffic" in options.only:  # forks: before this process uses several threads
         yield from traffic.measure(upstream, chosen, tick)
-    torch.set_num_threads(options.threads)
     timing.use_clock(options.clock)
     with pair.world():
+        torch.set_num_threads(options.threads)  # starting a world has set it to one
         if "accuracy" in options.only:
             tick("gradients")
             yield from accuracy.measure(pair)

@@ -176,7 +176,7 @@ def _note(places: collections.Counter, name: str) -> None:
 
 
 def _indexes_by_mask(name: str, args: tuple) -> bool:
-    """Indexing or index assignment by a boolean tensor, whose result has as many rows as it has True."""
+    """Indexing or index assignment by a boolean tensor: its values size the result."""
     if name not in ("index", "index_put_", "index_put"):
         return False
     masks = (torch.bool, torch.uint8)
@@ -226,7 +226,7 @@ def _called_from(files: tuple[str, ...]) -> bool:
 
 
 def _mtp_frame() -> str | None:
-    """ "file:line" of the innermost MTP code on the stack; None outside it and inside its layers."""
+    """Name "file:line" of the innermost MTP code on the stack; None outside it and in layers."""
     for name, line in _frames():
         if name.endswith(_LAYERS):
             return None

@@ -41,9 +41,10 @@ def render(summary: dict[str, Any]) -> str:
     met = sum(row["met"] for row in judged)
     lines = [
         "",
-        f"Measured on {machine['device']}, torch {machine['torch']}, "
-        f"{machine['dtype']}, h={machine['hidden']}, chunk {machine['chunk']}, {machine['threads']} "
-        f"threads, {machine['clock']} time, medians of {machine['repeats']}. Goals met: {met} of {len(judged)}.",
+        f"Measured on {machine['device']}, torch {machine['torch']}, {machine['dtype']}, "
+        f"h={machine['hidden']}, chunk {machine['chunk']}, {machine['threads']} thread(s), "
+        f"{machine['clock']} time, medians of {machine['repeats']}. "
+        f"Goals met: {met} of {len(judged)}.",
         "",
     ]
     for section in dict.fromkeys(row["section"] for row in rows):

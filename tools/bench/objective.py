@@ -36,9 +36,8 @@ def measure(pair: Pair, sizes: Sizes, tick: Callable[[str], None]) -> Iterator[R
     once per turn, beside ours with every mask.
     """
     for vocabulary in sizes.vocabularies:
-        models = {
-            tree.name: build_head(tree, pair, vocabulary, sizes.hidden, sizes.dtype) for tree in pair
-        }
+        shape = vocabulary, sizes.hidden, sizes.dtype
+        models = {tree.name: build_head(tree, pair, *shape) for tree in pair}
         for length, depths in itertools.product(sizes.lengths, sizes.depths):
             for isolated in (False, True) if (length, vocabulary) == sizes.at else (False,):
                 tick(f"objective s={length} V={vocabulary} D={depths}")
@@ -54,6 +53,7 @@ def _case(pair, sizes, models, length, vocabulary, depths, isolated) -> Iterator
     calls |= {str(share): functools.partial(ours, inputs[share]) for share in sizes.fractions}
     peaks = {}
     for name, call in list(calls.items()):  # also warms up
+        call.func.release(*call.args)  # gradients of the case before, which would count as freed
         try:
             peaks[name] = peak_bytes(call)
         except torch.OutOfMemoryError:  # on a GPU; a row without upstream says so
@@ -74,9 +74,9 @@ def _case(pair, sizes, models, length, vocabulary, depths, isolated) -> Iterator
         key = dict(s=length, V=vocabulary, D=depths, share=share, isolated=isolated)
         time_goal = TIME_GOALS.get(share) if goals else None
         memory_goal = MEMORY_GOAL if goals else None
-        theirs_s, theirs_b = seconds.get("upstream"), peaks.get("upstream")
-        yield Row(TIME, name, "ms", _times(1e3, theirs_s), 1e3 * seconds[str(share)], time_goal, key)
-        ours_b = peaks[str(share)]
+        times = [_times(1e3, seconds.get(which)) for which in ("upstream", str(share))]
+        yield Row(TIME, name, "ms", *times, time_goal, key)
+        theirs_b, ours_b = peaks.get("upstream"), peaks[str(share)]
         for section, left_out in ((MEMORY, 0), (EXTRA, returned)):
             both = [_times(1e-6, None if b is None else b - left_out) for b in (theirs_b, ours_b)]
             yield Row(section, name, "MB", *both, memory_goal, key)

@@ -15,8 +15,8 @@ class Sizes:
 
     The width on the CPU is small on purpose. What matters is the time of the matrix products, 6 h
     floating-point operations per logit, against that of the passes over the logits. A current GPU
-    does some 200 operations in the time of one byte, two cores about ten (`roofline` measures it): a
-    head of width 128 is on the CPU as much bound by its logits as one of 2,048 on a GPU.
+    does some 200 operations in the time of one byte, two cores about twelve (`roofline` measures
+    it): a head of width 128 is on the CPU as much bound by its logits as one of 2,048 on a GPU.
 
     Attributes:
         dtype: of hidden states and weights.

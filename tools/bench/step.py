@@ -34,7 +34,8 @@ def measure(pair: Pair, sizes: Sizes, tick: Callable[[str], None]) -> Iterator[R
             step()
         flops[name] = counter.get_total_flops()
     seconds = medians(steps, sizes.repeats)
-    size = f"h={sizes.step_hidden} s={sizes.step_length} V={sizes.step_vocabulary} D=1, {_SHARE:.0%} supervised"
+    size = f"h={sizes.step_hidden} s={sizes.step_length} V={sizes.step_vocabulary} D=1"
+    size = f"{size}, {_SHARE:.0%} supervised"
     for mode, title in _TITLES.items():
         both = (1e3 * seconds[name, mode] for name in ("upstream", "ours"))
         yield Row(STEP, f"{title}, {size}", "ms", *both, key=dict(mode=mode, what="time"))

@@ -70,7 +70,7 @@ class TestQuickRun:
     def test_gradients_meet_their_goals(self, measured):
         assert all(row["met"] for row in _section(measured[0], "gradients"))
 
-    def test_the_plain_path_costs_upstreams_floating_point_work_and_the_chunked_less(self, measured):
+    def test_the_plain_path_does_upstreams_floating_point_work_and_chunks_less(self, measured):
         flops = {
             row["key"]["mode"]: row
             for row in _section(measured[0], "training")

@@ -18,7 +18,9 @@ def test_a_cost_that_is_always_zero_does_not_grow():
     assert growth.exponent([1.0, 8.0], [0, 0]) == 0.0
 
 
-@pytest.mark.parametrize("x, cost", [([4.0], [1.0]), ([4.0, 4.0], [1.0, 2.0]), ([1.0, 2.0], [0, 1])])
+@pytest.mark.parametrize(
+    "x, cost", [([4.0], [1.0]), ([4.0, 4.0], [1.0, 2.0]), ([1.0, 2.0], [0, 1])]
+)
 def test_what_no_exponent_fits_is_refused(x, cost):
     with pytest.raises(ValueError, match="exponent needs"):
         growth.exponent(x, cost)

@@ -63,7 +63,8 @@ class TestSummary:
 
 @pytest.mark.parametrize(
     "value, text",
-    [(None, "–"), (2060, "2060"), (0, "0"), (0.3333, "0.333"), (1e-16, "1.00e-16"), (3490.5, "3490")],
+    [(None, "–"), (2060, "2060"), (0, "0"), (0.3333, "0.333"), (1e-16, "1.00e-16")]
+    + [(3490.5, "3490"), (1e9, "1.00e+09")],
 )
 def test_numbers_are_written_with_three_digits_and_counts_in_full(value, text):
     assert results.number(value) == text
