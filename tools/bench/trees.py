@@ -28,11 +28,14 @@ class Tree:
     Attributes:
         name: "upstream" or "ours".
         path: its top folder.
+        own: whether it is the one that the rest of the process imports; it is active outside of all
+            blocks, too.
         modules: what it has imported so far, while it is not active.
     """
 
     name: str
     path: Path
+    own: bool = False
     modules: dict[str, ModuleType] = dataclasses.field(default_factory=dict)
 
     @contextlib.contextmanager
@@ -52,13 +55,13 @@ class Tree:
                 _active.pop()
             return
         outside, path = _take_modules(), list(sys.path)
-        sys.modules.update(self.modules)
+        sys.modules.update(outside if self.own else self.modules)
         sys.path.insert(0, str(self.path))
         try:
             yield
         finally:
             self.modules = _take_modules()
-            sys.modules.update(outside)
+            sys.modules.update(self.modules if self.own else outside)
             sys.path[:] = path
             _active.pop()
 
@@ -126,8 +129,7 @@ def load_pair(upstream_path: Path) -> Pair:
     from tests.support.unpatched import patched_tree
 
     prepare()
-    ours, upstream = Tree("ours", patched_tree()), Tree("upstream", upstream_path)
-    ours.modules = _take_modules()
+    ours, upstream = Tree("ours", patched_tree(), own=True), Tree("upstream", upstream_path)
     with upstream.active():
         import tests.support.standin.megatron_cuda as megatron_cuda
         import tests.support.standin.without_te as without_te

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from tools.bench import trees
 
+from tests.support import run_ranks
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -108,33 +110,44 @@ def test_without_a_gpu_cuda_is_refused_before_anything_is_measured(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def _modules_of_both_trees(upstream):
+    pair = trees.load_pair(upstream)
+    name = "megatron.core.transformer.multi_token_prediction"
+    mine, theirs = (tree.load(name) for tree in (pair.ours, pair.upstream))
+    assert hasattr(mine, "roll_packed") and not hasattr(theirs, "roll_packed")
+    assert Path(theirs.__file__).is_relative_to(pair.upstream.path)
+    import megatron.core
+    from megatron.core.transformer import multi_token_prediction as outside
+
+    assert Path(megatron.core.__file__).is_relative_to(pair.ours.path)
+    assert outside is mine
+
+
+def _imports_inside_a_block(upstream):
+    pair, path = trees.load_pair(upstream), list(sys.path)
+    with pair.upstream.active():
+        from megatron.core.transformer import multi_token_prediction as found
+
+        with pytest.raises(RuntimeError, match="'ours' inside the block of 'upstream'"):
+            with pair.ours.active():
+                pass
+        with pair.upstream.active():
+            pass
+        with pytest.raises(ModuleNotFoundError):
+            import megatron.core.transformer.mtp_objective.shift  # noqa: F401
+    assert Path(found.__file__).is_relative_to(pair.upstream.path)
+    assert sys.path == path
+
+
 class TestTrees:
-    """Two releases in one process."""
+    """Two releases in one process: a forked one, for a second Megatron leaves traces in torch."""
 
     @pytest.fixture(scope="class")
-    def pair(self, tmp_path_factory):
-        return trees.load_pair(trees.unpack_upstream(tmp_path_factory.mktemp("upstream")))
+    def upstream(self, tmp_path_factory):
+        return trees.unpack_upstream(tmp_path_factory.mktemp("upstream"))
 
-    def test_each_tree_has_its_own_modules_and_the_process_keeps_ours(self, pair):
-        name = "megatron.core.transformer.multi_token_prediction"
-        mine, theirs = (tree.load(name) for tree in (pair.ours, pair.upstream))
-        assert hasattr(mine, "roll_packed") and not hasattr(theirs, "roll_packed")
-        assert Path(theirs.__file__).is_relative_to(pair.upstream.path)
-        import megatron.core
+    def test_each_tree_has_its_own_modules_and_the_process_keeps_ours(self, upstream):
+        run_ranks(_modules_of_both_trees, 1, upstream)
 
-        assert Path(megatron.core.__file__).is_relative_to(pair.ours.path)
-
-    def test_imports_inside_a_trees_block_are_that_trees(self, pair):
-        path = list(sys.path)
-        with pair.upstream.active():
-            from megatron.core.transformer import multi_token_prediction as found
-
-            with pytest.raises(RuntimeError, match="'ours' inside the block of 'upstream'"):
-                with pair.ours.active():
-                    pass
-            with pair.upstream.active():
-                pass
-            with pytest.raises(ModuleNotFoundError):
-                import megatron.core.transformer.mtp_objective.shift  # noqa: F401
-        assert Path(found.__file__).is_relative_to(pair.upstream.path)
-        assert sys.path == path
+    def test_imports_inside_a_trees_block_are_that_trees(self, upstream):
+        run_ranks(_imports_inside_a_block, 1, upstream)
