@@ -5,7 +5,7 @@ import fcntl
 import fnmatch
 import re
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,11 +50,38 @@ class PatchSpec:
 
 
 @dataclass(frozen=True)
+class Port:
+    """What ports/<version>/port.toml says beyond the base: how a port differs from the series.
+
+    Args:
+        ported: slug to digest of the hook in patches/ that the port's patch was made from.
+        left_out: slug of a patch of the series to the reason why the port lacks it.
+        files_left_out: globs of added files that the port lacks.
+        own: slug of a patch that only the port has to the slug of the series it stands before.
+    """
+
+    ported: dict[str, str]
+    left_out: dict[str, str]
+    files_left_out: tuple[re.Pattern, ...]
+    own: dict[str, str]
+
+    def order(self, slugs: Iterable[str]) -> list[str]:
+        """Patches of the series, each preceded by the port's own ones that belong before it."""
+        slugs = list(slugs)
+        ordered = [own for own, before in self.own.items() if before not in slugs]
+        for slug in slugs:
+            ordered += [own for own, before in self.own.items() if before == slug]
+            ordered.append(slug)
+        return ordered
+
+
+@dataclass(frozen=True)
 class Project:
-    """The repository of the fork.
+    """The repository of the fork, seen as its series or as one of its ports.
 
     Args:
         root: the folder that holds fork.toml.
+        port: None for the series itself.
     """
 
     root: Path
@@ -62,6 +89,7 @@ class Project:
     series_number: int
     pinned_tree: str
     patches: tuple[PatchSpec, ...]
+    port: Port | None = None
 
     @property
     def version(self) -> str:
@@ -74,14 +102,33 @@ class Project:
         return self.root / "build"
 
     @property
+    def pin(self) -> Path:
+        """The file that pins base and tree."""
+        return port_file(self.root, self.base.version) if self.port else self.root / "fork.toml"
+
+    @property
     def tree(self) -> Path:
         """The patched tree, a git repository."""
-        return self.build / "tree"
+        return self.build / (f"ports/{self.base.version}/tree" if self.port else "tree")
 
     @property
     def patches_dir(self) -> Path:
         """Folder of the exported series."""
-        return self.root / "patches"
+        return self.pin.parent / "patches"
+
+    @property
+    def patches_name(self) -> str:
+        """The same folder as messages name it."""
+        return self.patches_dir.relative_to(self.root).as_posix()
+
+    @property
+    def pin_name(self) -> str:
+        """The pin file as messages name it."""
+        return self.pin.relative_to(self.root).as_posix()
+
+    def make(self, target: str) -> str:
+        """The make command that a message advises."""
+        return f"make {target} PORT={self.base.version}" if self.port else f"make {target}"
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -107,11 +154,21 @@ class Project:
                 if path.is_symlink():
                     raise ForkError(f"expected a plain file, but {relative} is a link. Replace it.")
                 found[relative.as_posix()] = path
-        return found
+        return {name: path for name, path in found.items() if self._has(name)}
+
+    def _has(self, path: str) -> bool:
+        """Whether an added file is part of this port; the series itself has all of them."""
+        if not self.port:
+            return True
+        left_out = any(pattern.fullmatch(path) for pattern in self.port.files_left_out)
+        return not left_out and bool(self.owners(path))
 
     def owners(self, path: str) -> list[PatchSpec]:
         """The patches whose globs match an added file; exactly one is right."""
-        return [patch for patch in self.patches if patch.owns(path)]
+        found = [patch for patch in self.patches if patch.owns(path)]
+        # What a port's own patch adds is not for the patch that adds it in the series.
+        own = [patch for patch in found if self.port and patch.slug in self.port.own]
+        return own or found
 
     def ownership_problems(self) -> list[str]:
         """One line per added file that belongs to no patch or to several."""
@@ -127,30 +184,76 @@ class Project:
         return problems
 
 
-def load(root: Path) -> Project:
-    """Reads fork.toml.
+def load(root: Path, port: str | None = None) -> Project:
+    """Reads fork.toml and, for a port, its port.toml.
+
+    Args:
+        root: the folder that holds fork.toml.
+        port: release of a port; None: the series itself.
 
     Raises:
-        ForkError: the file is missing, is not TOML, or lacks a key.
+        ForkError: a file is missing, is not TOML, or lacks a key.
     """
-    path = root / "fork.toml"
+    fork = _read(root / "fork.toml", lambda data: _fork(root.resolve(), data))
+    if port is None:
+        return fork
+    return _read(port_file(fork.root, port), lambda data: _port(fork, data))
+
+
+def port_file(root: Path, version: str) -> Path:
+    """Where a port is pinned."""
+    return root / "ports" / version / "port.toml"
+
+
+def port_versions(root: Path) -> list[str]:
+    """The releases that have a port, newest first."""
+    found = [path.parent.name for path in (root / "ports").glob("*/port.toml")]
+    return sorted(found, key=lambda name: [int(n) for n in re.findall(r"\d+", name)], reverse=True)
+
+
+def _fork(root: Path, data: dict) -> Project:
+    """The series itself, from fork.toml."""
+    specs = tuple(
+        PatchSpec(number, table["slug"], tuple(table.get("adds", ())))
+        for number, table in enumerate(data.get("patch", ()), start=1)
+    )
+    series = data["series"]
+    return Project(root, _base(data), series["number"], series.get("tree", ""), specs)
+
+
+def _port(fork: Project, data: dict) -> Project:
+    """A port: patches of its own, then those of the series that were ported, numbered anew."""
+    tables = data.get("left-out", ())
+    globs = [glob for table in tables for glob in table.get("files", ())]
+    port = Port(
+        dict(data.get("ported", {})),
+        {table["patch"]: table["reason"] for table in tables if "patch" in table},
+        tuple(_glob_pattern(glob) for glob in globs),
+        {table["slug"]: table["before"] for table in data.get("patch", ())},
+    )
+    adds = {spec.slug: spec.adds for spec in fork.patches}
+    adds |= {table["slug"]: tuple(table.get("adds", ())) for table in data.get("patch", ())}
+    slugs = port.order(spec.slug for spec in fork.patches if spec.slug in port.ported)
+    specs = tuple(PatchSpec(n, slug, adds[slug]) for n, slug in enumerate(slugs, start=1))
+    pinned = data["series"].get("tree", "")
+    return Project(fork.root, _base(data), fork.series_number, pinned, specs, port)
+
+
+def _base(data: dict) -> Base:
+    return Base(**{key: data["base"][key] for key in Base.__dataclass_fields__})
+
+
+def _read(path: Path, build: Callable[[dict], Project]) -> Project:
+    """Builds a project from a TOML file; what is wrong with the file becomes a ForkError."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-        base = Base(**{key: data["base"][key] for key in Base.__dataclass_fields__})
-        patches = tuple(
-            PatchSpec(number, table["slug"], tuple(table.get("adds", ())))
-            for number, table in enumerate(data.get("patch", ()), start=1)
-        )
-        project = Project(
-            root.resolve(), base, data["series"]["number"], data["series"].get("tree", ""), patches
-        )
+        project = build(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise ForkError(f"expected {path}, which does not exist.") from error
     except tomllib.TOMLDecodeError as error:
         raise ForkError(f"{path} is not valid TOML: {error}.") from error
     except KeyError as error:
         raise ForkError(f"{path} lacks the key {error}.") from error
-    slugs = [patch.slug for patch in patches]
+    slugs = [patch.slug for patch in project.patches]
     for slug in slugs:
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", slug):
             raise ForkError(f"{path}: expected a slug of a-z, 0-9 and dashes, but got {slug!r}.")
@@ -159,9 +262,8 @@ def load(root: Path) -> Project:
     return project
 
 
-def write_value(root: Path, key: str, value: str) -> None:
-    """Replaces the string value of a key that occurs once in fork.toml, keeping everything else."""
-    path = root / "fork.toml"
+def write_value(path: Path, key: str, value: str) -> None:
+    """Replaces the string value of a key that occurs once in a TOML file, keeping all else."""
     text = path.read_text(encoding="utf-8")
     new, count = re.subn(rf'(?m)^({re.escape(key)}\s*=\s*)"[^"]*"', rf'\g<1>"{value}"', text)
     if count != 1:
