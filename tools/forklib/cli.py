@@ -55,7 +55,7 @@ def _port(args: argparse.Namespace) -> int:
         if args.action:
             args.action(fork, args.version)
         else:
-            ports.update(fork, args.version, args.sdist)
+            ports.update(fork, args.version, args.sdist, args.like)
     return 0
 
 
@@ -121,6 +121,7 @@ def parser() -> argparse.ArgumentParser:
     one = verb("port", _port, "replay the series onto another release, kept as ports/VERSION")
     one.add_argument("version", help="the release, such as 0.18.2")
     one.add_argument("--sdist", type=Path, help="sdist of a new port (default: the package index)")
+    one.add_argument("--like", metavar="RELEASE", help="take hooks from that port, not the series")
     group = one.add_mutually_exclusive_group()
     for name, function, text in (
         ("--continue", ports.resume, "go on after conflicts were resolved"),

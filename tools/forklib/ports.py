@@ -79,13 +79,17 @@ def problems(fork: Project, port: Project) -> list[str]:
     return found
 
 
-def update(fork: Project, version: str, archive: Path | None = None) -> None:
+def update(
+    fork: Project, version: str, archive: Path | None = None, like: str | None = None
+) -> None:
     """Replays the series onto a release, making the port if there is none yet.
 
     Args:
         fork: the series.
         version: the release, such as "0.18.2".
         archive: its sdist, for a new port; None: from build/sdist or the package index.
+        like: release of another port, nearer to this one: hooks come from there, not from the
+            series, where it has them.
 
     Raises:
         ForkError: the port's tree holds work that was not exported; a hook conflicts (the tree then
@@ -103,11 +107,14 @@ def update(fork: Project, version: str, archive: Path | None = None) -> None:
         raise ForkError(f"{port.tree} holds work not exported. Run: {port.make('patches')}")
     now = digests(fork)
     wanted = {slug: now[slug] for slug in now if slug not in port.port.left_out}
-    theirs, ours = _hooks_of_series(fork, repo), _hooks_of_port(port, repo)
+    theirs = _hooks_from(fork, repo)
+    if like:
+        theirs |= _hooks_from(projects.load(fork.root, like), repo)
+    ours = _hook_commits(port, repo, series.BASE_REF, series.BRANCH)
     picks = []
     for slug in port.port.order(wanted):
         same = slug in ours and port.port.ported.get(slug) == wanted.get(slug)
-        print(f" {' ' if same else '*'} {slug}: the hook of {'the port' if same else 'patches/'}")
+        print(f" {' ' if same else '*'} {slug}: {'as ported' if same else 'replayed'}")
         picks.append(ours[slug] if same else theirs[slug])
     record = {"head": found.head, "ported": wanted}
     (port.tree / ".git" / _RECORD).write_text(json.dumps(record))
@@ -145,20 +152,16 @@ def _create(fork: Project, version: str, archive: Path | None) -> None:
     print(f"made {path}")
 
 
-def _hooks_of_series(fork: Project, repo: Repo) -> dict[str, str]:
-    """Brings the series into a port's repository; slug to a commit of its hook alone."""
+def _hooks_from(source: Project, repo: Repo) -> dict[str, str]:
+    """Brings patches into a port's repository; slug to a commit of its hook alone."""
     with tempfile.TemporaryDirectory(prefix="fork-port-") as scratch:
         whole = Repo(Path(scratch) / "tree")
-        base = series.make_base(whole.path, sdist.obtain(fork), fork.base.version)
-        head = series.apply(whole, base, fork.patch_files())
+        base = series.make_base(whole.path, sdist.obtain(source), source.base.version)
+        head = series.apply(whole, base, source.patch_files())
         whole("update-ref", "refs/heads/whole", head)
-        refs = ("+refs/heads/whole:refs/fork/main", f"+{series.BASE_REF}:refs/fork/main-base")
+        refs = ("+refs/heads/whole:refs/fork/from", f"+{series.BASE_REF}:refs/fork/from-base")
         repo("fetch", "--quiet", "--no-tags", str(whole.path), *refs)
-    return _hook_commits(fork, repo, "refs/fork/main-base", "refs/fork/main")
-
-
-def _hooks_of_port(port: Project, repo: Repo) -> dict[str, str]:
-    return _hook_commits(port, repo, series.BASE_REF, series.BRANCH)
+    return _hook_commits(source, repo, "refs/fork/from-base", "refs/fork/from")
 
 
 def _hook_commits(project: Project, repo: Repo, base: str, head: str) -> dict[str, str]:

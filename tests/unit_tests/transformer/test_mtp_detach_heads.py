@@ -71,3 +71,19 @@ def test_attached_heads_share_one_norm_with_the_policy(groups):
 def test_without_clipping_no_gradient_is_scaled(groups):
     _, before, after, _ = stepped(groups, clip_grad=0.0)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_recomputing_the_heads_changes_no_gradient_of_detached_ones(groups):
+    wanted, got = (
+        Trainer(
+            ModelSpec(recompute=recompute, overrides=dict(mtp_detach_heads=True)),
+            Training(return_logits=False, overlap_grad_reduce=False, optimizer=False),
+            groups,
+        )
+        for recompute in ("none", "full")
+    )
+    for trainer in (wanted, got):
+        trainer.backward(microbatches(global_batch(0), groups))
+    wanted, got = wanted.gradients(), got.gradients()
+    assert norm_of(got, heads=True) > 0
+    assert all(torch.equal(got[name], wanted[name]) for name in wanted)

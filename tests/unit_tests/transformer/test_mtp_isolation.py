@@ -25,6 +25,7 @@ from tests.support import (
 )
 from tests.support.attention import ReferenceAttention
 from tests.support.objective import nonzero, step_gradients
+from tests.support.release import require_derived_targets
 
 prepare()
 
@@ -111,6 +112,7 @@ def test_the_same_check_finds_the_leak_of_heads_that_are_not_isolated(family, ti
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
 def test_without_labels_isolated_heads_train_themselves_and_nothing_else(family, layout):
     # What an RL trainer calls today: logits only, with targets derived from the input.
+    require_derived_targets()
     given = dict(labels=None, loss_mask=None)
     gradients = step_gradients(isolated_model(family), batch_of(layout), **given)
     assert nonzero(gradients) == mtp_names(gradients)
