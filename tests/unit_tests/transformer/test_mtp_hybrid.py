@@ -20,7 +20,7 @@ from tests.support.contract import (
 )
 from tests.support.contract_calls import CallContract
 from tests.support.contract_skips import SkippedHeadsContract
-from tests.support.release import counts_acceptance
+from tests.support.release import counts_acceptance, hybrid_model
 
 prepare()
 
@@ -65,9 +65,7 @@ class TestHybridModelItself(ModelContract):
 
 def test_the_new_arguments_are_those_of_gpt_model_with_the_same_defaults():
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-    gpt, hybrid = (inspect.signature(m.forward).parameters for m in (GPTModel, HybridModel))
+    gpt, hybrid = (inspect.signature(m.forward).parameters for m in (GPTModel, hybrid_model()))
     for name in NEW_ARGUMENTS:
         assert hybrid[name].default is gpt[name].default
         assert hybrid[name].kind is gpt[name].kind is inspect.Parameter.KEYWORD_ONLY
