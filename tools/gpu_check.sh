@@ -1,37 +1,50 @@
 #!/usr/bin/env bash
 # What to run on a machine with one GPU, within ten minutes: the unit suites on CUDA (cases of one rank
-# on NCCL; cases of more ranks than GPUs fall back to CPU and gloo), and the demo at its smallest.
+# on NCCL; cases of more ranks than GPUs fall back to CPU and gloo), context parallelism of two ranks
+# that share the GPU over gloo, and the demo at its smallest.
 # Transformer Engine is used where tests ask for it and it is installed.
 #
-#     bash tools/gpu_check.sh [FOLDER FOR LOGS]
+#     bash tools/gpu_check.sh [--dry-run] [FOLDER FOR LOGS]
+#
+# --dry-run prints the steps and their time limits and runs none; it needs no GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+dry_run=
+if [ "${1:-}" = --dry-run ]; then
+    dry_run=1
+    shift
+fi
 logs=${1:-build/gpu_check}
-mkdir -p "$logs"
-
-make tree
-.venv/bin/python - <<'PY'
-import torch
-if not torch.cuda.is_available():
-    raise SystemExit("error: no GPU is visible to torch; this check is for machines that have one.")
-print("torch", torch.__version__, "on", torch.cuda.get_device_name(0))
-PY
 
 status=0
 run() {  # NAME SECONDS COMMAND...
     local name=$1 seconds=$2
     shift 2
+    if [ -n "$dry_run" ]; then
+        echo "$name: at most $seconds s: $*"
+        return
+    fi
     echo "== $name"
     timeout "$seconds" "$@" > "$logs/$name.log" 2>&1 || status=1
     tail -n 3 "$logs/$name.log"
 }
-run harness 120 make test TESTS="tests/support tests/unit_tests/transformer/test_mtp_support.py"
-run models 200 make test TESTS="tests/unit_tests/transformer/test_mtp_return_logits.py \
-    tests/unit_tests/transformer/test_mtp_hybrid.py tests/unit_tests/transformer/test_mtp_isolation.py"
-run objective 120 make test TESTS="tests/unit_tests/transformer/test_mtp_shift.py \
-    tests/unit_tests/transformer/test_mtp_targets.py \
-    tests/unit_tests/transformer/test_mtp_normalization.py \
-    tests/unit_tests/transformer/test_mtp_reference.py \
-    tests/unit_tests/transformer/test_mtp_metrics.py"
+
+if [ -z "$dry_run" ]; then
+    mkdir -p "$logs"
+    make tree
+    .venv/bin/python - <<'PY'
+import torch
+if not torch.cuda.is_available():
+    raise SystemExit("error: no GPU is visible to torch; this check is for machines that have one.")
+print("torch", torch.__version__, "on", torch.cuda.get_device_name(0))
+PY
+fi
+unit=tests/unit_tests/transformer
+run harness 100 make test TESTS="tests/support $unit/test_mtp_support.py"
+run models 180 make test TESTS="$unit/test_mtp_return_logits.py $unit/test_mtp_hybrid.py \
+$unit/test_mtp_isolation.py"
+run objective 100 make test TESTS="$unit/test_mtp_shift.py $unit/test_mtp_targets.py \
+$unit/test_mtp_normalization.py $unit/test_mtp_reference.py $unit/test_mtp_metrics.py"
+run two-ranks-one-gpu 120 make test-dist ARGS="-k one_gpu"
 run demo 100 make demo ARGS="--size tiny"
 exit $status

@@ -30,7 +30,6 @@ class Setting:
         isolated: Set ``mtp_isolated_loss``, which the release below the series does not know.
         generators: Save the random generators of every rank: resuming needs them, and as many
             ranks.
-        weights_only: Do not save the optimizer's state.
         seed: Of the weights.
     """
 
@@ -41,7 +40,6 @@ class Setting:
     optimizer: str = "fp32"
     isolated: bool = True
     generators: bool = False
-    weights_only: bool = False
     seed: int = 0
 
     @property
@@ -129,8 +127,6 @@ class Trainer:
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
         model = self.model.module.sharded_state_dict(metadata=self.setting.metadata)
-        if self.setting.weights_only:
-            return {"model": model}
         optimizer = self.optimizer.sharded_state_dict(
             model, is_loading=is_loading, metadata=self.setting.metadata
         )
@@ -161,8 +157,7 @@ class Trainer:
             self.state(True), str(directory), strict=StrictHandling.RAISE_ALL
         )
         self.model.module.load_state_dict(state["model"])
-        if "optimizer" in state:
-            self.optimizer.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         if "rng" in state:
             torch.set_rng_state(state["rng"][0])
             get_cuda_rng_tracker().set_states(state["rng"][1])
@@ -198,6 +193,29 @@ def resume(setting: Setting, directory: Path, sizes: dict) -> None:
     write(setting, directory / "half", sizes, range(2))
     write(setting, directory / "straight", sizes, range(4))
     rewrite(setting, directory / "half", directory / "resumed", sizes, range(2, 4))
+
+
+def contents(directory: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    from megatron.core import dist_checkpointing
+
+    with parallel_world():
+        found = dist_checkpointing.load_plain_tensors(str(directory))
+    return {name: value for name, value in found.items() if torch.is_tensor(value)}
+
+
+def differing(left: Path, right: Path) -> list[str]:
+    """Names of tensors that are not bit for bit the same, or on one side only."""
+    one, other = contents(left), contents(right)
+    assert any(name.startswith("mtp.layers") for name in one)
+    assert all(value.any() for name, value in one.items() if "exp_avg" in name)
+    unequal = [n for n in one.keys() & other.keys() if not torch.equal(one[n], other[n])]
+    return sorted(unequal + list(one.keys() ^ other.keys()))
+
+
+def ranks_of(sizes: dict) -> int:
+    """Ranks of a split without data parallelism; expert parallelism takes data-parallel ranks."""
+    return max(sizes.values(), default=1)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 With a GPU, tests run on it over NCCL and nothing is replaced. Without one they run on the CPU over
 gloo, with the stand-in. A case that needs more ranks than there are GPUs runs all of its ranks on
 the CPU over gloo, in processes from which the GPUs are hidden: NCCL cannot put two ranks on one
-GPU, and skipping the case would lose it.
+GPU, and skipping the case would lose it. With MTP_TEST_SHARE_GPU=1 such ranks share the GPUs over
+gloo instead, which moves tensors of a GPU in collectives but not from rank to rank.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from tests.support import standin
 
 HIDE_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+SHARE_GPU = {"MTP_TEST_SHARE_GPU": "1"}
 
 
 def has_gpu() -> bool:
@@ -38,14 +40,18 @@ def device() -> torch.device:
 
 def backend() -> str:
     """The torch.distributed backend that goes with `device`: ``"nccl"`` or ``"gloo"``."""
-    return "nccl" if has_gpu() else "gloo"
+    return "nccl" if has_gpu() and not _shares_gpu() else "gloo"
 
 
 def environment_for(world_size: int) -> dict[str, str]:
     """Environment for the processes of a case with ``world_size`` ranks; hides too few GPUs."""
-    if has_gpu() and torch.cuda.device_count() >= world_size:
+    if has_gpu() and (_shares_gpu() or torch.cuda.device_count() >= world_size):
         return {}
     return dict(HIDE_GPUS)
+
+
+def _shares_gpu() -> bool:
+    return SHARE_GPU.items() <= os.environ.items()
 
 
 def prepare() -> None:

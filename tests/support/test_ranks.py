@@ -3,6 +3,7 @@
 Run: ``pytest tests/support/test_ranks.py``.
 """
 
+import importlib
 import multiprocessing
 import os
 import textwrap
@@ -58,6 +59,16 @@ def _drop_what_the_test_process_kept():
     _kept.clear()
     with parallel_world(cp=2) as groups:
         return groups.cp.size()
+
+
+def test_ranks_share_too_few_gpus_only_when_told(monkeypatch):
+    places = importlib.import_module("tests.support.device")  # the package exports its function
+    monkeypatch.setattr(places, "has_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("MTP_TEST_SHARE_GPU", raising=False)
+    assert (places.environment_for(2), places.backend()) == (places.HIDE_GPUS, "nccl")
+    monkeypatch.setenv("MTP_TEST_SHARE_GPU", "1")
+    assert (places.environment_for(2), places.backend()) == ({}, "gloo")
 
 
 class TestRanks:

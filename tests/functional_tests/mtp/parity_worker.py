@@ -85,8 +85,13 @@ def grid(name: str) -> Iterator[Case]:
     """The cases of a grid, those of one model together.
 
     "whole": the acceptance grid, GPTModel with every combination, HybridModel with D=2, and the
-    variants with one mask and model. "upstream": what an unpatched tree is shown with.
+    variants with one mask and model. "packed": what ranks that share a GPU can compute, whose
+    backend sends nothing from rank to rank. "upstream": what an unpatched tree is shown with.
     """
+    if name == "packed":
+        for per_token, layout, mask in itertools.product((False, True), LAYOUTS[1:], MASKS):
+            yield Case("gpt", layout, mask, per_token, 2, False, detached=False)
+        return
     if name == "upstream":
         for per_token, layout, mask in itertools.product((False, True), LAYOUTS, MASKS):
             yield Case("gpt", layout, mask, per_token, 2, False, detached=True)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import launch
+from tests.support import has_gpu, launch
+from tests.support.device import SHARE_GPU
 from tests.support.unpatched import NoUnpatchedTree, import_path, unpatched_tree
 
 WORKER = Path(__file__).with_name("parity_worker.py")
@@ -62,6 +63,16 @@ def test_the_grid_compares_gradients_that_are_there(parity):
     for axis, values in _axes(parity).items():
         for value in set(values) - {"empty"}:
             assert any(r["mtp_largest"] > 1e-3 for r in parity if r[axis] == value), (axis, value)
+
+
+@pytest.mark.skipif(not has_gpu(), reason="needs a GPU that two ranks can share")
+def test_two_ranks_on_one_gpu_give_the_gradients_of_one_rank(monkeypatch):
+    for name, value in SHARE_GPU.items():
+        monkeypatch.setenv(name, value)
+    records = launch(WORKER, 2, ["packed"], timeout=120)
+    _write_report("one-gpu-cp2", records)
+    assert [r for r in records if not max(r["mtp_error"], r["rest_error"]) <= TOLERANCE] == []
+    assert len(records) == 16
 
 
 def test_logged_losses_and_acceptance_counts_are_those_of_one_rank(parity):

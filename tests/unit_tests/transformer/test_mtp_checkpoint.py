@@ -13,30 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import checkpoints, parallel_world, prepare, run_ranks
-from tests.support.checkpoints import Setting, resume, rewrite, write
+from tests.support import checkpoints, prepare, run_ranks
+from tests.support.checkpoints import Setting, contents, differing, ranks_of, resume
+from tests.support.checkpoints import rewrite, write
 from tests.support.claims import supports
 from tests.support.unpatched import NoUnpatchedTree, run_in_tree, unpatched_tree
 
 prepare()
-
-
-def contents(directory: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole."""
-    from megatron.core import dist_checkpointing
-
-    with parallel_world():
-        found = dist_checkpointing.load_plain_tensors(str(directory))
-    return {name: value for name, value in found.items() if torch.is_tensor(value)}
-
-
-def differing(left: Path, right: Path) -> list[str]:
-    """Names of tensors that are not bit for bit the same, or on one side only."""
-    one, other = contents(left), contents(right)
-    assert any(name.startswith("mtp.layers") for name in one)
-    assert all(value.any() for name, value in one.items() if "exp_avg" in name)
-    unequal = [n for n in one.keys() & other.keys() if not torch.equal(one[n], other[n])]
-    return sorted(unequal + list(one.keys() ^ other.keys()))
 
 
 RESHARDINGS = {
@@ -51,45 +34,16 @@ CASES = [(n, o) for n in list(RESHARDINGS)[:3] for o in ("fp32", "bf16", "distri
 CASES += [(n, "fp32") for n in list(RESHARDINGS)[3:]]
 
 
-def ranks(sizes: dict) -> int:
-    """Ranks of a split without data parallelism; expert parallelism takes data-parallel ranks."""
-    return max(sizes.values(), default=1)
-
-
 @supports("Checkpoints", equal="what was saved", ranks="1 to 4", dtype="float32 and bfloat16")
 @pytest.mark.parametrize("name, optimizer", CASES)
 def test_resharding_keeps_every_tensor_of_model_and_optimizer(tmp_path, name, optimizer):
     before, after = RESHARDINGS[name]
     experts = 4 if "ep" in name else 0
     setting = Setting(optimizer=optimizer, num_experts=experts)
-    run_ranks(write, ranks(before), setting, tmp_path / "first", before)
-    run_ranks(rewrite, ranks(after), setting, tmp_path / "first", tmp_path / "second", after)
+    run_ranks(write, ranks_of(before), setting, tmp_path / "first", before)
+    run_ranks(rewrite, ranks_of(after), setting, tmp_path / "first", tmp_path / "second", after)
     assert any("exp_avg.mtp.layers" in name for name in contents(tmp_path / "first"))
     assert differing(tmp_path / "first", tmp_path / "second") == []
-
-
-@supports("Checkpoints", equal="what was saved", ranks=2, dtype="float32")
-@pytest.mark.parametrize(
-    "before, after",
-    [({}, dict(ep=2)), (dict(ep=2), {})],
-    ids=["weights alone, ep 1 to 2", "weights alone, ep 2 to 1"],
-)
-def test_weights_reshard_from_and_to_one_expert_parallel_rank(tmp_path, before, after):
-    setting = Setting(num_experts=4, weights_only=True)
-    run_ranks(write, ranks(before), setting, tmp_path / "first", before)
-    run_ranks(rewrite, ranks(after), setting, tmp_path / "first", tmp_path / "second", after)
-    assert differing(tmp_path / "first", tmp_path / "second") == []
-
-
-@supports(
-    "Checkpoints", refused="Expected 2 entries in state dict", ranks=2, dtype="float32"
-)
-def test_upstream_refuses_optimizer_state_of_experts_from_one_rank(tmp_path):
-    """Without expert parallelism experts are in the one optimizer, with it in one of their own."""
-    setting = Setting(num_experts=4)
-    run_ranks(write, 1, setting, tmp_path / "first", {})
-    with pytest.raises(AssertionError, match="RuntimeError: Expected 2 entries in state dict"):
-        run_ranks(rewrite, 2, setting, tmp_path / "first", tmp_path / "second", dict(ep=2))
 
 
 @pytest.mark.parametrize("family", ["gpt", "hybrid"])

@@ -52,6 +52,11 @@ OTHERS = {
         dict(pp=2), dict(recompute="full", per_token=True), layout="thd"
     ),
     "PP=2 with CP=2": SplitCase(dict(pp=2, cp=2), main_weight=0.0),
+    "PP=2, interleaved, messages neither batched nor overlapped": SplitCase(
+        dict(pp=2),
+        dict(num_layers=4),
+        dict(virtual_pipeline_model_parallel_size=2, batch_p2p_comm=False),
+    ),
     "PP=2 with DP=2, repeated heads": SplitCase(dict(pp=2, dp=2), dict(repeated=True)),
 }
 TIES = {"untied": False, "tied": True}
@@ -96,6 +101,13 @@ REFUSED = {
 }
 
 
+def _config(pp, layers, **fields):
+    sizes = dict(num_layers=layers, hidden_size=16, num_attention_heads=4, mtp_num_layers=2)
+    return TransformerConfig(
+        **{**sizes, **fields}, pipeline_model_parallel_size=pp, pipeline_dtype=torch.float64
+    )
+
+
 @supports(
     "Pipeline parallel",
     refused="pipeline_model_parallel_layout puts MTP layers on the first pipeline rank",
@@ -103,13 +115,33 @@ REFUSED = {
 @pytest.mark.parametrize("layout", REFUSED)
 def test_a_layout_that_would_hang_is_refused_when_the_config_is_made(layout):
     text, pp, layers = REFUSED[layout]
+    fields = dict(pipeline_model_parallel_layout=text, **TWO_STAGES)
     with pytest.raises(ValueError, match="MTP layers on the first pipeline rank.*1 of 2.*hangs"):
-        TransformerConfig(
-            num_layers=layers,
-            hidden_size=16,
-            num_attention_heads=4,
-            mtp_num_layers=2,
-            pipeline_model_parallel_size=pp,
-            pipeline_model_parallel_layout=text,
-            pipeline_dtype=torch.float64,
-        )
+        _config(pp, layers, **fields)
+
+
+BATCHED = {
+    "PP=2, interleaved, batch_p2p_comm": dict(virtual_pipeline_model_parallel_size=2),
+    "PP=2, interleaved, Et|t|t|tmmL, batch_p2p_comm": dict(
+        pipeline_model_parallel_layout="Et|t|t|tmmL"
+    ),
+}
+
+
+@supports("Pipeline parallel", refused="MTP on 2 pipeline ranks")
+@pytest.mark.parametrize("case", BATCHED)
+def test_two_interleaved_stages_that_batch_their_messages_are_refused(case):
+    """What the trainer's argument parser refuses for any model, and the config alone does not."""
+    with pytest.raises(
+        ValueError, match="MTP on 2 pipeline ranks with .*=2 needs batch_p2p_comm=False, got True"
+    ):
+        _config(2, 4, **BATCHED[case])
+    _config(2, 4, **BATCHED[case], **TWO_STAGES)
+
+
+def test_three_interleaved_stages_may_batch_their_messages():
+    _config(3, 6, virtual_pipeline_model_parallel_size=2)
+
+
+def test_a_model_without_heads_is_left_to_upstream():
+    _config(2, 4, virtual_pipeline_model_parallel_size=2, mtp_num_layers=None)

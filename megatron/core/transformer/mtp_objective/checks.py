@@ -1,26 +1,32 @@
 """Argument checks of the MTP objective: what was expected, what came, what to change."""
 
+from typing import Optional
+
 import torch
 from torch import Tensor
 
 
-def require_condition(condition: Tensor, message: str) -> None:
+def require_condition(condition: Tensor, message: str, shown: Optional[Tensor] = None) -> None:
     """Raise ``ValueError(message)`` if a boolean tensor is false, without a host synchronisation.
 
     Args:
         condition: bool tensor with one element.
-        message: the whole error text.
+        message: the whole error text, in which ``{shown}`` stands for the values of ``shown``.
+        shown: what the condition is about; read only where it fails and lies on the CPU.
 
     Raises:
         ValueError: on the CPU, at once. On an accelerator the check is an asynchronous device
             assertion (``RuntimeError`` at the next synchronisation), so that a training step
             never waits for it.
     """
-    if condition.device.type == "cpu":
-        if not bool(condition):
-            raise ValueError(message)
-    else:
+    if condition.device.type != "cpu":
+        torch._assert_async(condition, message.format(shown="(on the device)"))
+        return
+    try:
         torch._assert_async(condition, message)
+    except RuntimeError:
+        values = None if shown is None else shown.tolist()
+        raise ValueError(message.format(shown=values)) from None
 
 
 def require_token_ids(name: str, tokens: Tensor) -> None:

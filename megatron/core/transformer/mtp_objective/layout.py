@@ -136,13 +136,13 @@ def _packed_bounds(
     padded = padded.to(device=device, dtype=torch.int64)
     padded_N = padded[1:] - padded[:-1]
     if cp_size > 1:
-        given = padded_N.tolist() if device.type == "cpu" else "(on the device)"
         require_condition(
             (padded_N % (2 * cp_size) == 0).all(),
             f"Context parallelism over {cp_size} ranks needs packed lengths that are multiples of "
-            f"2·cp = {2 * cp_size}, got {given}: pad each sequence and pass "
+            f"2·cp = {2 * cp_size}, got {{shown}}: pad each sequence and pass "
             f"packed_seq_params.cu_seqlens_q_padded (a data loader that splits documents without "
             f"padding them, as --dataloader-inter-document-masking does, cannot be used here).",
+            padded_N,
         )
     return torch.minimum(real[1:] - real[:-1], padded_N), padded
 

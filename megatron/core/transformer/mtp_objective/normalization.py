@@ -73,11 +73,11 @@ def require_normalizer(normalizer: Optional[Normalizer], config: TransformerConf
                 f"mtp_loss_normalizer must hold one value or one per MTP depth ({depths}), "
                 f"got shape {tuple(normalizer.shape)}."
             )
-        shown = normalizer.tolist() if normalizer.device.type == "cpu" else "(on the device)"
         require_condition(
             ((normalizer > 0) & (normalizer < math.inf)).all(),
-            f"mtp_loss_normalizer must be finite and greater than zero, got {shown}: "
-            f"pass a count of targets; clamp it to 1 where a batch has none.",
+            "mtp_loss_normalizer must be finite and greater than zero, got {shown}: "
+            "pass a count of targets; clamp it to 1 where a batch has none.",
+            normalizer,
         )
     elif isinstance(normalizer, numbers.Real) and not isinstance(normalizer, bool):
         if not 0 < normalizer < math.inf:

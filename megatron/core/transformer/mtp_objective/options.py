@@ -16,6 +16,7 @@ from megatron.core.transformer.mtp_objective.normalization import (
 )
 
 if TYPE_CHECKING:
+    from megatron.core.transformer.mtp_objective.plan import DepthPlan
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -28,12 +29,15 @@ class MTPOptions:
         isolated: whether the objective is cut off from everything but the heads.
         return_logits: return logits although labels are given.
         normalizer: denominator of the objective instead of the configured one.
+        plan: shifted fields of every depth, made where forward starts; None: each user makes its
+            own.
     """
 
     active: bool
     isolated: bool
     return_logits: bool = False
     normalizer: Optional[Normalizer] = None
+    plan: Optional[DepthPlan] = None
 
     @classmethod
     def resolve(

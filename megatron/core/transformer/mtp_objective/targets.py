@@ -9,7 +9,7 @@ at position t counts. Depth k at position t is scored against ``labels[t + k]`` 
 """
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from megatron.core.transformer.mtp_objective.checks import (
     require_token_ids,
 )
 from megatron.core.transformer.mtp_objective.layout import SequenceLayout
-from megatron.core.transformer.mtp_objective.shift import shift_fields
+from megatron.core.transformer.mtp_objective.shift import shift_and_sum
 
 IGNORED_LABEL = -100
 """A label that is never a target, as in ``torch.nn.functional.cross_entropy``."""
@@ -82,6 +82,35 @@ def depth_targets(
         ValueError: shapes that differ, an unknown mask mode, lengths that context parallelism
             cannot split.
     """
+    fields = target_fields(labels, loss_mask, input_ids, mask_mode)
+    if fields is None:
+        return None
+    layout = SequenceLayout.of(fields.labels_BS, packed_seq_params, cp_group)
+    return shift_targets(fields, num_depths, mask_mode, layout)[0]
+
+
+@dataclass(frozen=True)
+class TargetFields:
+    """Labels and mask as they are shifted.
+
+    Attributes:
+        labels_BS: int [b, s].
+        mask_BS: [b, s] in the caller's dtype, 0 where the label is -100.
+        first_shift: of the unshifted mask: 0, or 1 where ``input_ids`` take the place of labels.
+    """
+
+    labels_BS: Tensor
+    mask_BS: Tensor
+    first_shift: int
+
+
+def target_fields(
+    labels: Optional[Tensor],
+    loss_mask: Optional[Tensor],
+    input_ids: Optional[Tensor],
+    mask_mode: str = "target",
+) -> Optional[TargetFields]:
+    """Check a call's labels and mask; arguments, errors and None as for `depth_targets`."""
     if mask_mode not in MASK_MODES:
         raise ValueError(
             f"mtp_loss_mask_mode must be one of {', '.join(MASK_MODES)}, got {mask_mode!r}."
@@ -101,26 +130,46 @@ def depth_targets(
         require_mask_like("loss_mask", loss_mask, "input_ids" if derived else "labels", labels)
     if not derived:
         loss_mask = loss_mask.masked_fill(labels == IGNORED_LABEL, 0)
+    return TargetFields(labels, loss_mask, 1 if derived else 0)
 
-    layout = SequenceLayout.of(labels, packed_seq_params, cp_group)
-    if packed_seq_params is not None:
-        padding_T = layout.position_T >= layout.length_N[layout.sequence_T]
-        loss_mask = loss_mask.masked_fill(padding_T, 0)
-    first = 1 if derived else 0
-    shifted = shift_fields([labels, loss_mask], range(first, first + num_depths + 1), layout)
-    masks = [mask for _, mask in shifted]
+
+def shift_targets(
+    fields: TargetFields,
+    num_depths: int,
+    mask_mode: str,
+    layout: SequenceLayout,
+    others: Sequence[Tensor] = (),
+) -> tuple[DepthTargets, list[list[Tensor]]]:
+    """Shift and count targets, and other fields in the same exchange.
+
+    Args:
+        fields: what `target_fields` returned.
+        num_depths: D ≥ 1.
+        mask_mode: see `depth_targets`. "path" costs a second message under context parallelism:
+            its counts are no sums of one field.
+        layout: of the fields.
+        others: [..., s], see `shift_fields`.
+
+    Returns:
+        The targets, and per depth the other fields, shifted by 1, …, D.
+    """
+    outside_T = layout.position_T >= layout.length_N[layout.sequence_T]
+    mask_BS = fields.mask_BS.masked_fill(outside_T, 0)
+    shifts = range(fields.first_shift, fields.first_shift + num_depths + 1)
+    shifted, counts = shift_and_sum([mask_BS, fields.labels_BS, *others], shifts, layout)
+    masks = [values[0] for values in shifted]
     if mask_mode == "path":
         masks = _whole_path(masks)
+        counts = torch.stack([mask.sum(dtype=counts.dtype) for mask in masks])
+        if layout.cp_group is not None:
+            torch.distributed.all_reduce(counts, group=layout.cp_group)
     labels_D = [
-        label.masked_fill(mask == 0, 0) for (label, _), mask in zip(shifted[1:], masks[1:])
+        values[1].masked_fill(mask == 0, 0) for values, mask in zip(shifted[1:], masks[1:])
     ]
-    half = loss_mask.is_floating_point() and loss_mask.element_size() < 4
-    counts = torch.stack([mask.sum(dtype=torch.float32 if half else None) for mask in masks])
-    if layout.cp_group is not None:
-        torch.distributed.all_reduce(counts, group=layout.cp_group)
-    return DepthTargets(
+    targets = DepthTargets(
         labels_D, masks[0], masks[1:], counts[0], list(counts[1:]), layout.cp_size
     )
+    return targets, [shifted[k - fields.first_shift][2:] for k in range(1, num_depths + 1)]
 
 
 def _whole_path(masks: list[Tensor]) -> list[Tensor]:

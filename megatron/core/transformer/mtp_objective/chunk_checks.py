@@ -1,0 +1,80 @@
+"""What the chunked objective cannot serve, refused before it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Callable, Optional
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+_INSTEAD = "set mtp_loss_chunk_size=0 to compute the MTP objective from whole logits."
+
+
+def check_chunking_config(config: TransformerConfig) -> None:
+    """Refuse what cannot work with ``mtp_loss_chunk_size`` > 0, when a model is configured.
+
+    Raises:
+        ValueError: the size is no integer ≥ 0; or the output layer's weight gradient is deferred.
+    """
+    size = config.mtp_loss_chunk_size
+    if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+        raise ValueError(
+            f"mtp_loss_chunk_size must be an integer ≥ 0 (rows of logits at a time; 0: all at "
+            f"once), got {size!r}."
+        )
+    if size and config.defer_embedding_wgrad_compute:
+        raise ValueError(
+            "mtp_loss_chunk_size > 0 computes the output weight's gradient in forward, and "
+            "defer_embedding_wgrad_compute keeps activations to compute it later: "
+            f"unset that, or {_INSTEAD}"
+        )
+
+
+def check_chunked_head(
+    output_layer: Any,
+    output_weight: Optional[Tensor] = None,
+    scale_logits_fn: Optional[Callable] = None,
+    compute_language_model_loss: Optional[Callable] = None,
+) -> None:
+    """Refuse an output layer or a loss whose result or side effects chunks would not reproduce.
+
+    Args:
+        output_layer: the model's.
+        output_weight: weight in place of its own.
+        scale_logits_fn, compute_language_model_loss: the model's; None for the usual ones.
+
+    Raises:
+        ValueError: what was found, and what to change.
+    """
+    from torch.distributed.tensor import DTensor
+
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    if type(output_layer) is not ColumnParallelLinear:
+        raise ValueError(
+            "mtp_loss_chunk_size > 0 multiplies by the weight of a ColumnParallelLinear output "
+            f"layer itself, got {type(output_layer).__name__}, whose forward it would leave out: "
+            f"{_INSTEAD}"
+        )
+    if output_layer.bias is not None or output_layer.gtp_remat_size > 1:
+        found = "a bias" if output_layer.bias is not None else "a weight sharded by GTP"
+        raise ValueError(f"mtp_loss_chunk_size > 0 knows no output layer with {found}: {_INSTEAD}")
+    for weight in (output_layer.weight, output_weight):
+        if hasattr(weight, "__fsdp_param__") or isinstance(weight, DTensor):
+            raise ValueError(
+                "mtp_loss_chunk_size > 0 needs the whole weight of this rank's part of the "
+                f"vocabulary, and FSDP shards the output layer's: {_INSTEAD}"
+            )
+    for name, given, usual in (
+        ("compute_language_model_loss", compute_language_model_loss, "compute_language_model_loss"),
+        ("scale_logits_fn", scale_logits_fn, "_scale_logits"),
+    ):
+        if given is None or getattr(given, "__func__", None) is getattr(LanguageModule, usual):
+            continue
+        raise ValueError(
+            f"mtp_loss_chunk_size > 0 computes the cross-entropy itself and does not call {name}, "
+            f"but this model has its own: {_INSTEAD}"
+        )
