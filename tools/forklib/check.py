@@ -28,7 +28,8 @@ def run(project: Project, run_tests: bool = True, only: str | None = None) -> Re
             can be checked.
     """
     report = Report()
-    report.step(f"{project.patches_name}/ holds the series and nothing else", _folder_problems(project))
+    folder = project.patches_name
+    report.step(f"{folder}/ holds the series and nothing else", _folder_problems(project))
     report.step("every added file belongs to one patch", project.ownership_problems())
     archive = sdist.obtain(project)
     report.step(f"sdist hash is the pinned one ({project.base.sha256[:12]}…)", [])
@@ -81,7 +82,9 @@ def _folder_problems(project: Project) -> list[str]:
     for name in sorted(set(expected) - set(names)):
         problems.append(f"{folder}/{name} is missing: {project.pin_name} has its table. {run}")
     for name in sorted(set(patches) - set(expected)):
-        problems.append(f"{folder}/{name} has no [[patch]] table at its position in {project.pin_name}.")
+        problems.append(
+            f"{folder}/{name} has no [[patch]] table at its position in {project.pin_name}."
+        )
     return problems
 
 

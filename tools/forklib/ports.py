@@ -1,7 +1,8 @@
 """Ports: the series kept on other releases, as ports/<version>/.
 
-A port differs from the series in its hooks only. `update` replays the series onto the port's release:
-a hook that is as it was when it was ported is taken from the port, any other from the series.
+A port differs from the series in its hooks only. `update` replays the series onto the port's
+release: a hook that is as it was when it was ported is taken from the port, any other from the
+series.
 """
 
 import hashlib

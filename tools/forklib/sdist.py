@@ -62,8 +62,8 @@ def verify(path: Path, project: Project) -> None:
     if came != project.base.sha256:
         raise ForkError(
             f"sdist hash differs: {project.pin_name} pins {project.base.sha256} for"
-            f" {project.base.sdist}, but {path} has {came}. If {project.pin_name} is right, the file is damaged or is another"
-            " release: delete it and run again."
+            f" {project.base.sdist}, but {path} has {came}. If {project.pin_name} is right, the"
+            " file is damaged or is another release: delete it and run again."
         )
 
 

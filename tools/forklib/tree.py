@@ -163,8 +163,8 @@ def _refresh(project: Project) -> None:
     if found.head != state.exported_head or found.edited:
         what = "commits that were not exported" if not found.edited else "uncommitted edits"
         raise ForkError(
-            f"{project.patches_name}/ or the base changed, but {project.tree} holds {what}; making it anew would"
-            f" throw them away. Keep them (commit, then git -C {project.tree} format-patch"
+            f"{project.patches_name}/ or the base changed, but {project.tree} holds {what};"
+            f" making it anew would throw them away. Keep them (commit, then git -C {project.tree} format-patch"
             f" {state.exported_head[:12]}), or drop them:"
             f" git -C {project.tree} reset --hard {state.exported_head[:12]}"
         )
