@@ -10,14 +10,14 @@ import pytest
 
 from tests.support import parallel_faults, prepare
 from tests.support.parallel_faults import PASSES
-from tests.support.unpatched import NoUnpatchedTree, run_in_tree, unpatched_tree
+from tests.support.unpatched import NoUnpatchedTree, faulty_tree, run_in_tree
 
 prepare()
 
 
 def test_the_unpatched_release_fails(tmp_path):
     try:
-        tree = unpatched_tree(tmp_path / "tree")
+        tree = faulty_tree(tmp_path / "tree")
     except NoUnpatchedTree as error:
         pytest.skip(str(error))
     run_in_tree(tree, Path(parallel_faults.__file__), [tmp_path / "outcomes.json"])
