@@ -81,6 +81,12 @@ def require_output_processor() -> None:
         pytest.skip("GPTModel of this release takes no output_processor")
 
 
+def require_overlap_on_one_stage() -> None:
+    """Skip the test on a release that overlaps the experts of heads in a pipeline only."""
+    if release() < (0, 18):
+        pytest.skip("this release overlaps the experts of heads in a pipeline only")
+
+
 def forget_moe_metrics() -> None:
     """Empty what the release logs about experts."""
     if release() >= (0, 18):

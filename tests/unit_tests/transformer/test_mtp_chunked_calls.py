@@ -21,7 +21,7 @@ from tests.support import (
 from tests.support.host_sync import HostSyncs
 from tests.support.objective import step_gradients
 from tests.support.overlap import overlap_spec, plan_gradients
-from tests.support.release import loss_key
+from tests.support.release import loss_key, require_overlap_on_one_stage
 
 prepare()
 
@@ -100,6 +100,7 @@ def through_a_plan():
 
 
 def test_a_schedule_plan_runs_the_objective_in_chunks_too():
+    require_overlap_on_one_stage()
     for whole, plan, forward in run_ranks(through_a_plan, 2):
         assert worst_difference(plan, forward)[0] == 0.0
         assert 0 < worst_difference(plan, whole)[0] <= 1e-6  # a float32 cross-entropy in the latter

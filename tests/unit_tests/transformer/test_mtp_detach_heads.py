@@ -1,4 +1,4 @@
-"""Detached heads are clipped by a gradient norm of their own, and nothing else is.
+"""Detached heads recompute, and are clipped by a gradient norm of their own.
 
     python -m pytest tests/unit_tests/transformer/test_mtp_detach_heads.py
 """
@@ -6,8 +6,17 @@
 import pytest
 import torch
 
-from tests.support import ModelSpec, is_mtp_param, parallel_world, prepare
+from tests.support import (
+    ModelSpec,
+    bshd_batch,
+    build_model,
+    is_mtp_param,
+    parallel_world,
+    prepare,
+    thd_batch,
+)
 from tests.support.ddp_training import Trainer, Training, global_batch, microbatches
+from tests.support.objective import step_gradients
 
 prepare()
 
@@ -73,17 +82,15 @@ def test_without_clipping_no_gradient_is_scaled(groups):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_recomputing_the_heads_changes_no_gradient_of_detached_ones(groups):
+@pytest.mark.parametrize("layout", ["bshd", "thd"])
+def test_recomputing_the_heads_changes_no_gradient_of_detached_ones(groups, layout):
+    batch = bshd_batch(2, 8) if layout == "bshd" else thd_batch((5, 3))
     wanted, got = (
-        Trainer(
-            ModelSpec(recompute=recompute, overrides=dict(mtp_detach_heads=True)),
-            Training(return_logits=False, overlap_grad_reduce=False, optimizer=False),
-            groups,
+        step_gradients(
+            build_model(ModelSpec(recompute=recompute, overrides=dict(mtp_detach_heads=True))),
+            batch,
         )
         for recompute in ("none", "full")
     )
-    for trainer in (wanted, got):
-        trainer.backward(microbatches(global_batch(0), groups))
-    wanted, got = wanted.gradients(), got.gradients()
     assert norm_of(got, heads=True) > 0
     assert all(torch.equal(got[name], wanted[name]) for name in wanted)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import parallel_faults, prepare
 from tests.support.parallel_faults import PASSES
+from tests.support.release import release
 from tests.support.unpatched import NoUnpatchedTree, faulty_tree, run_in_tree
 
 prepare()
@@ -32,6 +33,7 @@ def test_the_unpatched_release_fails(tmp_path):
 def test_here_it_passes():
     found = parallel_faults.outcomes()
     assert found["shifted parts"] <= 1e-12
-    assert found["hybrid heads"] > 0.1
+    if release() >= (0, 18):  # before, heads get no mask
+        assert found["hybrid heads"] > 0.1
     assert found["hybrid parts"] == found["dynamic group"] == PASSES
     assert found["handed bias"] is True
