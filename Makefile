@@ -23,7 +23,7 @@ RUN_FORK = env -u PYTHONPATH $(PY) tools/fork.py $(if $(PORT),--port $(PORT))
 # A foreign MEGATRON_TREE is used as it is; only our own tree is built.
 SYNC_TREE = $(if $(filter $(OWN_TREE),$(MEGATRON_TREE)),$(RUN_FORK) tree,true)
 
-.PHONY: help setup doctor demo test test-dist tree patches check rebase port bench
+.PHONY: help setup doctor demo test test-dist tree patches check rebase port bench bench-gpu
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -36,7 +36,7 @@ doctor: setup  ## say what is installed, which features it gives, what to instal
 	@$(SYNC_TREE)
 	@$(PY) tools/doctor.py $(ARGS)
 
-demo: setup  ## train MTP heads during RL on the CPU and prove the policy untouched (ARGS=...)
+demo: setup  ## the same RL run with MTP heads frozen and trained online, on the CPU (ARGS=...)
 	@$(SYNC_TREE)
 	$(PY) -m examples.online_rl $(ARGS)
 
@@ -65,5 +65,10 @@ port: setup  ## bring ports/x.y.z up to date with the series, or make it: make p
 	@test -n "$(PORT)" || { echo "error: which release? make port PORT=x.y.z" >&2; exit 2; }
 	@env -u PYTHONPATH $(PY) tools/fork.py port $(PORT) $(ARGS)
 
-bench:  ## measure the cost of the MTP objective (not written yet)
-	@echo "error: there are no benchmarks yet; they come with a later change" >&2; exit 2
+bench: setup  ## measure the cost of the MTP objective beside unpatched Megatron (ARGS=--help)
+	@$(SYNC_TREE)
+	$(PY) -m tools.bench $(ARGS)
+
+bench-gpu: setup  ## the same on CUDA, at the sizes of large models
+	@$(SYNC_TREE)
+	$(PY) -m tools.bench --device cuda $(ARGS)

@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import logging
 import os
+import signal
 import sys
 import warnings
 from dataclasses import replace
@@ -11,11 +12,14 @@ from pathlib import Path
 
 from examples.online_rl.settings import PRESETS, Settings
 
+_NEEDED = "torch reasoning_gym matplotlib tensorboard tqdm megatron megatron.core".split()
 EXIT_OK, EXIT_NOT_ISOLATED, EXIT_NOT_READY = 0, 1, 2  # argparse exits with 2 on bad arguments
 
 
-def parse(arguments: list[str] | None = None) -> tuple[Settings, Path]:
-    """Return the settings and the output folder; exits with status 2 on arguments that cannot work.
+def parse(arguments: list[str] | None = None) -> tuple[Settings, int, Path]:
+    """Return the settings, how many seeds and the output folder.
+
+    Exits with status 2 on arguments that cannot work.
 
     Args:
         arguments: what follows the program's name; None takes the process's own.
@@ -28,18 +32,13 @@ def parse(arguments: list[str] | None = None) -> tuple[Settings, Path]:
         for name in ("steps", "warm_steps", "prompts", "samples", "seed", "context_parallel_size")
         if getattr(options, name) is not None
     }
-    check_steps = options.check_steps
-    if check_steps is None:
-        check_steps = min(settings.check_steps, given.get("steps", settings.steps))
-    if not options.verify_isolation:
-        check_steps = 0
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        settings = replace(settings, **given, check_steps=check_steps, isolated=options.isolation)
+        settings = replace(settings, **given, isolated=options.isolation)
     except ValueError as error:
         parser.error(str(error))
-    if options.verify_isolation and check_steps == 0:
-        parser.error("--verify-isolation needs --check-steps of at least 1, got 0")
+    if options.seeds < 1:
+        parser.error(f"--seeds must be at least 1, got {options.seeds}")
     if settings.context_parallel_size != ranks:
         parser.error(
             f"--context-parallel-size is {settings.context_parallel_size} but there are {ranks} "
@@ -47,34 +46,28 @@ def parse(arguments: list[str] | None = None) -> tuple[Settings, Path]:
         )
     if options.output.exists() and not options.output.is_dir():
         parser.error(f"--output must be a folder, but {options.output} is a file")
-    return settings, options.output
+    return settings, options.seeds, options.output
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m examples.online_rl",
-        description="Online RL of a small GPT on reasoning-gym's chain_sum, with MTP heads trained "
-        "on the sampled tokens in the same forward, and a proof that they leave the policy alone.",
+        description="Online RL of a small GPT on reasoning-gym's chain_sum, once with its MTP "
+        "heads trained on the sampled tokens in the same forward and once with frozen heads: the "
+        "same policy to the bit, and what speculative decoding gets out of either.",
         epilog="Exit status: 0 done, 1 the isolation proof failed, 2 bad arguments, or "
         "something is not installed.",
     )
-    flag = argparse.BooleanOptionalAction
     parser.add_argument("--size", choices=sorted(PRESETS), default="demo", help="preset (demo)")
     parser.add_argument("--steps", type=int, help="GRPO steps")
     parser.add_argument("--warm-steps", type=int, help="supervised steps before them")
     parser.add_argument("--prompts", type=int, help="problems per GRPO step")
     parser.add_argument("--samples", type=int, help="sampled answers per problem")
     parser.add_argument("--seed", type=int, help="of weights, problems and sampling (1)")
-    parser.add_argument(
-        "--verify-isolation",
-        action=flag,
-        default=True,
-        help="repeat GRPO steps without MTP from the same warm start and compare the policies",
-    )
-    parser.add_argument("--check-steps", type=int, help="GRPO steps to repeat for the comparison")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds to run, from --seed on (1)")
     parser.add_argument(
         "--isolation",
-        action=flag,
+        action=argparse.BooleanOptionalAction,
         default=True,
         help="keep the MTP objective out of the policy (mtp_isolated_loss)",
     )
@@ -91,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo; returns the exit status."""
-    settings, folder = parse(arguments)
+    settings, seeds, folder = parse(arguments)
     if missing := _missing():
         print(f"error: {missing}; start with `make demo`, or see README.md", file=sys.stderr)
         return EXIT_NOT_READY
@@ -108,13 +101,13 @@ def main(arguments: list[str] | None = None) -> int:
     from examples.online_rl.run import run
 
     with parallel_world(cp=settings.context_parallel_size, seed=settings.seed) as groups:
-        passed = run(settings, folder, groups)
+        passed = run(settings, seeds, folder, groups)
     return EXIT_OK if passed else EXIT_NOT_ISOLATED
 
 
 def _missing() -> str | None:
     """Return what has to be installed before the demo can run, or None; imports nothing big."""
-    for name in ("torch", "reasoning_gym", "matplotlib", "tqdm", "megatron", "megatron.core"):
+    for name in _NEEDED:
         if (found := importlib.util.find_spec(name)) is None:
             return f"{name} is not installed"
     if found.origin is None:  # this repository's own megatron/ folder holds the added files alone
@@ -132,6 +125,7 @@ def _quieten() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # report first, as after Ctrl-C
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -16,7 +16,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 from tests.support import device
 from tests.support.attention import ReferenceAttention
@@ -32,15 +31,6 @@ class ModelShape:
     mtp_depths: int
     vocab_size: int
     max_length: int
-
-
-@dataclass(frozen=True)
-class MTPMetrics:
-    """Per depth, over all supervised targets of a step: mean cross-entropy and the share of
-    targets the head's first choice hits (greedy acceptance)."""
-
-    loss_D: list[float]
-    acceptance_D: list[float]
 
 
 def build_model(shape: ModelShape, groups: ProcessGroupCollection, seed: int) -> GPTModel:
@@ -121,15 +111,3 @@ def policy_logits(
         compute_mtp_loss=train_heads,
         mtp_isolated_loss=isolated,
     )
-
-
-def take_mtp_metrics() -> MTPMetrics | None:
-    """Return the metrics since the last call, over all ranks, or None if the heads did not run."""
-    tracker = MTPLossLoggingHelper.tracker
-    if "loss_values" not in tracker or not tracker["total_values"].any():
-        return None
-    MTPLossLoggingHelper.reduce_metrics_in_tracker()
-    acceptance_D = tracker["correct_values"] / tracker["total_values"].clamp(min=1)
-    metrics = MTPMetrics(tracker["loss_values"].tolist(), acceptance_D.tolist())
-    MTPLossLoggingHelper.clean_metrics_in_tracker()
-    return metrics

@@ -1,111 +1,107 @@
-"""One run from warm start to report: what the command line starts."""
+"""A run from warm start to report, one seed after the other: what the command line starts."""
 
-import dataclasses
+import json
 import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from examples.online_rl.report import PLOT, Report, averages
+from examples.online_rl.journal import Journal
+from examples.online_rl.page import write_page
+from examples.online_rl.plots import draw
+from examples.online_rl.record import FROZEN, ONLINE, StepRecord
 from examples.online_rl.settings import Settings
-from examples.online_rl.trainer import StepRecord, Trainer
+from examples.online_rl.summary import describe, summarise, table
+from examples.online_rl.trainer import Trainer
 from examples.online_rl.verify import IsolationReport, Snapshot, compare
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+PAGE, SUMMARY = "report.html", "summary.json"
 
-def run(settings: Settings, folder: Path, groups: ProcessGroupCollection) -> bool:
-    """Warm start, GRPO with MTP, the proof and the report.
+
+def run(settings: Settings, seeds: int, folder: Path, groups: ProcessGroupCollection) -> bool:
+    """Run `seeds` seeds from `settings.seed` on and report; an interrupted run reports, too.
 
     Args:
         settings: all numbers of the run.
+        seeds: how many.
         folder: where the report goes.
         groups: process groups of this rank.
 
     Returns:
-        False if the policy is not that of the run without MTP, else True.
+        False if a policy is not that of the arm without MTP, else True.
     """
     began = time.perf_counter()
-    is_first = groups.cp.rank() == 0
-    report = Report(folder, writes=is_first)
-    trainer = Trainer(settings, groups)
-    report.watch(trainer.warm_start(), settings.warm_steps, "warm start")
-    start = trainer.parameters()
-    online, snapshot = _online(trainer, report)
-    isolation = None
-    if snapshot is not None:
-        trainer.restore(start)
-        isolation = _check(trainer, report, snapshot, start)
-    summary = _summary(settings, online, isolation, time.perf_counter() - began)
-    report.save(summary, online)
-    if is_first:
-        print(_text(summary, folder))
-    return isolation is None or isolation.passed
+    writes = groups.cp.rank() == 0
+    for name in (PAGE, SUMMARY) if writes else ():  # of an earlier run
+        (folder / name).unlink(missing_ok=True)
+    journal = Journal(folder, writes)
+    isolation: dict[int, IsolationReport] = {}
+    try:
+        for seed in range(settings.seed, settings.seed + seeds):
+            isolation[seed] = _run_seed(replace(settings, seed=seed), journal, groups)
+    finally:
+        journal.close()
+        if writes:
+            seconds = time.perf_counter() - began
+            _report(folder, settings, journal.records, isolation, len(isolation) == seeds, seconds)
+    return all(found.passed for found in isolation.values())
 
 
-def _online(trainer: Trainer, report: Report) -> tuple[list[StepRecord], Snapshot | None]:
-    """GRPO with MTP; also the state after `check_steps` steps, if there is a check."""
-    settings, seen, kept = trainer.settings, [], []
-
-    def steps():
-        for record in trainer.reinforce(settings.steps, train_heads=True):
-            seen.append(record)
-            if record.step == settings.check_steps:
-                kept.append(Snapshot.of(trainer, seen))
-            yield record
-
-    records = report.watch(steps(), settings.steps, "GRPO with MTP")
-    return records, kept[0] if kept else None
-
-
-def _check(
-    trainer: Trainer, report: Report, with_mtp: Snapshot, start: dict[str, Any]
+def _run_seed(
+    settings: Settings, journal: Journal, groups: ProcessGroupCollection
 ) -> IsolationReport:
-    """The same first steps without MTP, and the comparison."""
-    steps = trainer.settings.check_steps
-    records = report.watch(
-        trainer.reinforce(steps, train_heads=False), steps, "the same without MTP"
-    )
-    return compare(with_mtp, Snapshot.of(trainer, records), start)
-
-
-def _summary(
-    settings: Settings,
-    online: list[StepRecord],
-    isolation: IsolationReport | None,
-    seconds: float,
-) -> dict[str, Any]:
-    window = max(1, min(10, len(online) // 2))
-    return {
-        "settings": dataclasses.asdict(settings),
-        "window": window,
-        "first": averages(online[:window]),
-        "last": averages(online[-window:]),
-        "policy_change": online[-1].policy_change,
-        "isolation": None
-        if isolation is None
-        else {**dataclasses.asdict(isolation), "passed": isolation.passed},
-        "isolation_text": None if isolation is None else isolation.describe(),
-        "seconds": seconds,
+    """Warm start, then two runs from there that take turns; return their comparison."""
+    online, frozen = Trainer(settings, groups), Trainer(settings, groups)
+    title, steps = f"seed {settings.seed}: ", settings.steps
+    journal.watch(online.warm_start(), settings.warm_steps, title + "warm start")
+    start = online.parameters()
+    frozen.restore(start)
+    arms = {
+        ONLINE: online.reinforce(steps, train_heads=True),
+        FROZEN: frozen.reinforce(steps, train_heads=False),
     }
-
-
-def _text(summary: dict[str, Any], folder: Path) -> str:
-    first, last, window = summary["first"], summary["last"], summary["window"]
-    rows = [
-        ("right answers (reward)", first["reward"], last["reward"]),
-        ("answers that show the working", first["working"], last["working"]),
+    records = journal.watch(_in_turn(arms), 2 * steps, title + "GRPO, 2 arms")
+    snapshots = [
+        Snapshot.of(trainer, [record for record in records if record.phase == arm])
+        for trainer, arm in ((online, ONLINE), (frozen, FROZEN))
     ]
-    for depth, pair in enumerate(zip(first["mtp_loss"], last["mtp_loss"]), start=1):
-        rows.append((f"MTP loss, depth {depth}", *pair))
-    for depth, pair in enumerate(zip(first["mtp_acceptance"], last["mtp_acceptance"]), start=1):
-        rows.append((f"MTP acceptance, depth {depth}", *pair))
-    lines = ["", f"{'mean over ' + str(window) + ' steps':<32}{'first':>8}{'last':>8}"]
-    lines += [f"{name:<32}{before:>8.3f}{after:>8.3f}" for name, before, after in rows]
-    lines.append(f"the policy's parameters moved by {summary['policy_change']:.1%}")
-    if summary["isolation"] is None:
-        lines.append("isolation: not checked")
-    else:
-        verdict = "PASSED" if summary["isolation"]["passed"] else "FAILED"
-        lines.append(f"isolation {verdict}: {summary['isolation_text']}")
-    lines.append(f"report: {(folder / PLOT).resolve()} and the files beside it")
-    lines.append(f"{summary['seconds']:.0f} s")
-    return "\n".join(lines)
+    return compare(*snapshots, start)
+
+
+def _in_turn(arms: dict[str, Iterator[StepRecord]]) -> Iterator[StepRecord]:
+    for records in zip(*arms.values(), strict=True):
+        yield from records
+
+
+def _report(
+    folder: Path,
+    settings: Settings,
+    records: list[StepRecord],
+    isolation: dict[int, IsolationReport],
+    complete: bool,
+    seconds: float,
+) -> None:
+    reinforced = [record for record in records if record.phase in (ONLINE, FROZEN)]
+    seeds = sorted({record.seed for record in reinforced})
+    summary: dict[str, Any] = {
+        "complete": complete,
+        "seconds": seconds,
+        "settings": asdict(settings),
+        "seeds": [
+            summarise([r for r in reinforced if r.seed == seed], isolation.get(seed))
+            for seed in seeds
+        ],
+    }
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+    if reinforced:
+        write_page(folder / PAGE, summary, reinforced, draw(reinforced, folder))
+    for seed in summary["seeds"]:
+        print()
+        for name, *values in table(seed):
+            print(f"{name:<32}" + "".join(f"{value:>14}" for value in values))
+        print("\n".join(describe(seed)))
+    if reinforced:
+        print(f"report: {(folder / PAGE).resolve()} and the files beside it")
+    print(f"{seconds:.0f} s")

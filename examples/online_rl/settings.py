@@ -1,4 +1,4 @@
-"""What a run does: one frozen object, two presets, and the refusal of what cannot work."""
+"""What a run does: one frozen object, two presets and the refusal of what cannot work."""
 
 from dataclasses import dataclass
 
@@ -10,12 +10,15 @@ class Settings:
     Attributes:
         steps: GRPO steps.
         warm_steps: supervised steps before them.
-        check_steps: GRPO steps that are repeated without MTP and compared; 0 for no check.
+        measure_every: GRPO steps between two measurements of the accepted length.
+        measure_prompts: held-out problems that are answered for one.
         isolated: whether the MTP objective is kept away from the policy.
         context_parallel_size: ranks that share each sequence.
         seed: of the weights, the problems and the sampling.
         terms: numbers in a sum.
         working_share: share of the demonstrations that show running totals.
+        gap_share: share of the gaps in that working that have a space.
+        style_weight: part of the reward that a right answer earns by its spaces.
         hidden, layers, attention_heads, mtp_depths: the policy's dimensions.
         warm_batch, warm_lr: demonstrations per supervised step, peak learning rate.
         prompts, samples: problems per GRPO step, samples of each.
@@ -27,12 +30,15 @@ class Settings:
 
     steps: int
     warm_steps: int
-    check_steps: int
+    measure_every: int = 5
+    measure_prompts: int = 64
     isolated: bool = True
     context_parallel_size: int = 1
     seed: int = 1
     terms: int = 3
     working_share: float = 0.5
+    gap_share: float = 0.25
+    style_weight: float = 0.5
     hidden: int = 64
     layers: int = 2
     attention_heads: int = 4
@@ -49,25 +55,23 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Refuse numbers that no run can use; raises ValueError."""
-        for name in ("steps", "warm_steps", "warm_batch", "prompts", "context_parallel_size"):
+        counts = ("steps", "warm_steps", "warm_batch", "prompts", "context_parallel_size")
+        for name in (*counts, "measure_every", "measure_prompts"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.samples < 2:
             raise ValueError(f"samples must be at least 2 to form a group, got {self.samples}")
-        if not 0 <= self.check_steps <= self.steps:
-            raise ValueError(
-                f"check_steps must lie between 0 and steps ({self.steps}), got {self.check_steps}"
-            )
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
 
 
 PRESETS: dict[str, Settings] = {
-    "demo": Settings(steps=150, warm_steps=600, check_steps=150),
+    "demo": Settings(steps=150, warm_steps=600),
     "tiny": Settings(
         steps=4,
         warm_steps=30,
-        check_steps=4,
+        measure_every=2,
+        measure_prompts=16,
         terms=2,
         working_share=0.2,
         hidden=32,

@@ -6,63 +6,23 @@ Shape suffixes: B samples, S tokens of a padded sequence.
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from examples.online_rl.batch import TrainingBatch, share_from_first, sum_over
 from examples.online_rl.grpo import group_normalised_advantages, policy_loss, supervised_loss
-from examples.online_rl.model import (
-    ModelShape,
-    build_model,
-    policy_logits,
-    split_parameters,
-    take_mtp_metrics,
-)
+from examples.online_rl.model import ModelShape, build_model, policy_logits, split_parameters
 from examples.online_rl.optimizers import Optimizers
+from examples.online_rl.record import FROZEN, ONLINE, WARM_START, StepRecord
 from examples.online_rl.rollout import RolloutEngine, Rollouts
 from examples.online_rl.settings import Settings
-from examples.online_rl.task import ChainSumTask, Problem, Tokenizer, shows_working
+from examples.online_rl.speculative import SpeculativeDecoder
+from examples.online_rl.task import ChainSumTask, Problem, Score, Tokenizer, shows_working
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.mtp_objective.metrics import mtp_metrics
 from tests.support import device
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """What one step reports; a line of the JSONL file.
-
-    Attributes:
-        phase: "warm_start", "online" (heads trained) or "check" (no MTP).
-        step: from 1.
-        loss: mean cross-entropy in the warm start, else the clipped policy loss.
-        policy_grad_norm, heads_grad_norm: before clipping.
-        mtp_loss, mtp_acceptance: per depth; empty when the heads did not run.
-        reward: mean over the samples; 1 is a right answer.
-        working: share of the samples that write running totals.
-        tokens_per_sample: sampled tokens.
-        entropy: of the policy, mean over sampled tokens.
-        clipped: share of sampled tokens whose probability ratio was clipped.
-        samples_crc: checksum of the sampled tokens.
-        policy_change: distance of the policy's parameters from the warm start over their norm.
-        seconds: wall clock of the step.
-    """
-
-    phase: str
-    step: int
-    loss: float
-    policy_grad_norm: float
-    heads_grad_norm: float
-    mtp_loss: list[float] = field(default_factory=list)
-    mtp_acceptance: list[float] = field(default_factory=list)
-    reward: float | None = None
-    working: float | None = None
-    tokens_per_sample: float | None = None
-    entropy: float | None = None
-    clipped: float | None = None
-    samples_crc: int | None = None
-    policy_change: float | None = None
-    seconds: float = 0.0
 
 
 class Trainer:
@@ -76,7 +36,13 @@ class Trainer:
     def __init__(self, settings: Settings, groups: ProcessGroupCollection) -> None:
         self.settings = settings
         self.tokenizer = Tokenizer()
-        self.task = ChainSumTask(settings.terms, settings.working_share, settings.seed)
+        self.task = ChainSumTask(
+            settings.terms,
+            settings.working_share,
+            settings.gap_share,
+            settings.style_weight,
+            settings.seed,
+        )
         shape = ModelShape(
             hidden=settings.hidden,
             layers=settings.layers,
@@ -88,6 +54,7 @@ class Trainer:
         self.policy_model = build_model(shape, groups, settings.seed)
         self.policy, self.heads = split_parameters(self.policy_model)
         self._engine = RolloutEngine(shape, self.tokenizer, groups)
+        self._drafting = SpeculativeDecoder(self._engine.model, self.tokenizer, shape.max_length)
         self._cp_group = groups.cp
         self._length = shape.max_length
         self.optimizers: Optimizers | None = None
@@ -105,15 +72,14 @@ class Trainer:
                 logits, batch.labels_BS, batch.loss_mask_BS, batch.num_tokens
             )
             norms = self._update(loss, self._lr_factor(step, s.warm_steps))
-            metrics = take_mtp_metrics()
             [mean_loss] = sum_over(self._cp_group, loss)
             yield StepRecord(
-                "warm_start",
+                s.seed,
+                WARM_START,
                 step,
                 mean_loss,
                 *norms,
-                mtp_loss=metrics.loss_D,
-                mtp_acceptance=metrics.acceptance_D,
+                **self._take_estimate(),
                 seconds=time.perf_counter() - began,
             )
 
@@ -121,7 +87,8 @@ class Trainer:
         """Run `steps` GRPO steps with fresh optimizers, one record per step.
 
         Everything but the heads is a function of the policy's parameters and the settings: two
-        runs from one warm start differ only if the MTP objective reaches the policy.
+        runs from one warm start differ only if the MTP objective reaches the policy. Rollouts are
+        plain: speculative ones have the same distribution, but the tokens depend on the drafts.
         """
         s = self.settings
         self.optimizers = self._optimizers(s.policy_lr, s.heads_lr)
@@ -131,19 +98,24 @@ class Trainer:
             problems = self.task.problems((step - 1) * s.prompts, s.prompts)
             problems = [problem for problem in problems for _ in range(s.samples)]
             rollouts = self._sample(problems, step)
+            measures = step == 1 or step == steps or step % s.measure_every == 0
+            measured = self._measure() if measures else {}
             texts = rollouts.completions(self.tokenizer)
-            rewards_B = torch.tensor(
-                [self.task.reward(*pair) for pair in zip(problems, texts)], device=device()
-            )
-            update = self._reinforce_once(rollouts, rewards_B, step, train_heads)
+            scores = [self.task.score(*pair) for pair in zip(problems, texts)]
+            rewards_B = torch.tensor([score.reward for score in scores], device=device())
+            update = self._reinforce_once(rollouts, rewards_B, step, train_heads, measures)
             yield StepRecord(
-                "online" if train_heads else "check",
+                s.seed,
+                ONLINE if train_heads else FROZEN,
                 step,
                 **update,
-                samples_crc=zlib.crc32(rollouts.tokens_BS.cpu().numpy().tobytes()),
-                reward=float(rewards_B.mean()),
+                **measured,
+                **_means(scores),
                 working=sum(map(shows_working, texts)) / len(texts),
+                samples_crc=_checksum(rollouts.tokens_BS),
+                rewards_crc=_checksum(rewards_B),
                 policy_change=_relative_change(start, self.policy),
+                example=f"{problems[0].prompt} → {texts[0]}",
                 seconds=time.perf_counter() - began,
             )
 
@@ -158,8 +130,13 @@ class Trainer:
             parameter.copy_(parameters[name])
 
     def _reinforce_once(
-        self, rollouts: Rollouts, rewards_B: Tensor, step: int, train_heads: bool
-    ) -> dict[str, float | list[float]]:
+        self,
+        rollouts: Rollouts,
+        rewards_B: Tensor,
+        step: int,
+        train_heads: bool,
+        measures: bool,
+    ) -> dict[str, Any]:
         s = self.settings
         batch = TrainingBatch.of(
             rollouts.tokens_BS,
@@ -168,6 +145,8 @@ class Trainer:
             rollouts.log_probs_BS,
             pad=self.tokenizer.pad,
         )
+        if measures and not train_heads:  # a forward of its own, for the estimate alone
+            policy_logits(self.policy_model, batch, train_heads=True, isolated=True)
         logits = policy_logits(self.policy_model, batch, train_heads, s.isolated)
         result = policy_loss(
             logits,
@@ -179,7 +158,6 @@ class Trainer:
             s.clip,
         )
         norms = self._update(result.loss, self._lr_factor(step, s.steps))
-        metrics = take_mtp_metrics()
         loss, entropy, clipped = sum_over(
             self._cp_group, result.loss, result.entropy_sum, result.clipped
         )
@@ -188,8 +166,7 @@ class Trainer:
             loss=loss,
             policy_grad_norm=norms[0],
             heads_grad_norm=norms[1],
-            mtp_loss=metrics.loss_D if metrics else [],
-            mtp_acceptance=metrics.acceptance_D if metrics else [],
+            **self._take_estimate(),
             tokens_per_sample=tokens / len(rewards_B),
             entropy=entropy / tokens,
             clipped=clipped / tokens,
@@ -201,6 +178,29 @@ class Trainer:
         self.optimizers.zero_grad()
         (loss * self._cp_group.size()).backward()
         return self.optimizers.step(lr_factor)
+
+    def _take_estimate(self) -> dict[str, Any]:
+        """Return what the model's own metrics say since the last call, {} if no head ran."""
+        metrics = mtp_metrics(self.policy_model)
+        if not metrics.supervised_tokens[0]:
+            return {}
+        return dict(
+            mtp_loss=metrics.losses,
+            mtp_acceptance=metrics.acceptance,
+            estimated_length=metrics.accepted_length,
+        )
+
+    def _measure(self) -> dict[str, float | None]:
+        """Answer held-out problems with the engine's weights, heads drafting; the rollouts of
+        every measurement draw the same random numbers."""
+        prompts = [p.prompt for p in self.task.held_out(self.settings.measure_prompts)]
+        lengths = [
+            self._drafting.sample(
+                prompts, torch.Generator(device()).manual_seed(self.settings.seed), greedy
+            ).accepted_length
+            for greedy in (False, True)
+        ]
+        return dict(measured_length=lengths[0], measured_length_greedy=lengths[1])
 
     def _sample(self, problems: list[Problem], step: int) -> Rollouts:
         self._engine.load_weights(self.policy_model)
@@ -228,6 +228,15 @@ class Trainer:
     def _lr_factor(self, step: int, total: int) -> float:
         """Rise over `ramp_steps`, fall linearly to a tenth at step `total`."""
         return min(1.0, step / self.settings.ramp_steps) * (1.0 - 0.9 * (step - 1) / total)
+
+
+def _means(scores: list[Score]) -> dict[str, float]:
+    names = ("reward", "right", "spaced")
+    return {name: sum(getattr(s, name) for s in scores) / len(scores) for name in names}
+
+
+def _checksum(values: Tensor) -> int:
+    return zlib.crc32(values.cpu().numpy().tobytes())
 
 
 def _relative_change(start: dict[str, Tensor], now: dict[str, torch.nn.Parameter]) -> float:

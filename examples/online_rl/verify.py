@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from examples.online_rl.trainer import StepRecord, Trainer
+from examples.online_rl.record import StepRecord
+from examples.online_rl.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -15,13 +16,14 @@ class Snapshot:
     Attributes:
         policy, heads: parameters by name.
         optimizer: the policy's Adam state, by parameter and field.
-        samples: checksum of the sampled tokens of each step so far.
+        samples, rewards: checksums of the sampled tokens and of the rewards, of each step so far.
     """
 
     policy: dict[str, Tensor]
     heads: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     samples: list[int]
+    rewards: list[int]
 
     @classmethod
     def of(cls, trainer: Trainer, records: list[StepRecord]) -> "Snapshot":
@@ -31,6 +33,7 @@ class Snapshot:
             heads={name: p.detach().clone() for name, p in trainer.heads.items()},
             optimizer=trainer.optimizers.policy_state(),
             samples=[record.samples_crc for record in records],
+            rewards=[record.rewards_crc for record in records],
         )
 
 
@@ -44,6 +47,7 @@ class IsolationReport:
         different: names of the policy's parameters and Adam tensors that are not equal.
         largest_difference: largest absolute difference of a policy parameter.
         same_samples: whether both runs sampled the same tokens in every step.
+        same_rewards: whether both earned the same rewards in every step.
         idle: parameters, the heads' included, that the run with MTP left as they were.
     """
 
@@ -53,12 +57,14 @@ class IsolationReport:
     different: list[str]
     largest_difference: float
     same_samples: bool
+    same_rewards: bool
     idle: list[str]
 
     @property
     def passed(self) -> bool:
         """Whether the policy is the same bit for bit although heads and policy were trained."""
-        return not self.different and self.same_samples and not self.idle
+        same = not self.different and self.same_samples and self.same_rewards
+        return same and not self.idle
 
     def describe(self) -> str:
         """Return one sentence for the terminal."""
@@ -73,12 +79,17 @@ class IsolationReport:
             )
         if not self.same_samples:
             return f"{compared}, are equal, but the sampled tokens on the way differ"
+        if not self.same_rewards:
+            return f"{compared}, are equal, but the rewards on the way differ"
         if self.idle:
             return (
                 f"nothing was proved: {len(self.idle)} parameters never moved "
                 f"(first: {self.idle[0]})"
             )
-        return f"{compared}, are the same bit for bit, and so is every sampled token"
+        return (
+            f"{compared}, are the same bit for bit, "
+            "and so are every sampled token and every reward"
+        )
 
 
 def compare(with_mtp: Snapshot, without_mtp: Snapshot, start: dict[str, Tensor]) -> IsolationReport:
@@ -110,6 +121,7 @@ def compare(with_mtp: Snapshot, without_mtp: Snapshot, start: dict[str, Tensor])
         different=different,
         largest_difference=largest,
         same_samples=with_mtp.samples == without_mtp.samples,
+        same_rewards=with_mtp.rewards == without_mtp.rewards,
         idle=[name for name, value in moved.items() if torch.equal(value, start[name])],
     )
 

@@ -13,15 +13,18 @@ from examples.online_rl.batch import TrainingBatch
 from examples.online_rl.grpo import group_normalised_advantages, policy_loss, token_log_probs
 from examples.online_rl.model import ModelShape, build_model, policy_logits
 from examples.online_rl.rollout import RolloutEngine
-from examples.online_rl.settings import PRESETS
-from examples.online_rl.task import ChainSumTask, Problem, Tokenizer, demonstration
+from examples.online_rl.task import ChainSumTask, Problem, Tokenizer, num_gaps, worked_out
 from examples.online_rl.verify import Snapshot, compare
 from tests.support import device
 
 
+def make_task() -> ChainSumTask:
+    return ChainSumTask(terms=3, working_share=0.5, gap_share=0.25, style_weight=0.5, seed=1)
+
+
 @pytest.fixture(scope="module")
 def task() -> ChainSumTask:
-    return ChainSumTask(terms=3, working_share=0.5, seed=1)
+    return make_task()
 
 
 def problem_with_answer(task: ChainSumTask, minimum: int) -> Problem:
@@ -29,38 +32,88 @@ def problem_with_answer(task: ChainSumTask, minimum: int) -> Problem:
     return next(p for p in task.problems(0, 500) if int(p.entry["answer"]) >= minimum)
 
 
-@pytest.mark.parametrize("shows_working", [False, True])
-def test_every_demonstration_is_right_and_fits(task, shows_working):
+def three_ones(task: ChainSumTask) -> Problem:
+    """1+1+1, as the generator would give it."""
+    return Problem("1+1+1=", {**task.problems(0, 1)[0].entry, "answer": "3"})
+
+
+@pytest.mark.parametrize("spaced", [False, True])
+def test_every_working_is_right_fits_and_is_scored_by_its_spaces(task, spaced):
     for problem in task.problems(0, 200):
-        text = demonstration(problem, shows_working)
-        assert task.reward(problem, text) == 1.0
+        text = worked_out(problem, [spaced] * num_gaps(3))
+        assert dataclasses.astuple(task.score(problem, text)) == (1.0, spaced, 0.5 + 0.5 * spaced)
         assert len(Tokenizer().encode(problem.prompt + text)) <= task.max_length
 
 
 def test_the_working_is_a_chain_of_running_totals():
     problem = Problem("6-9+3=", {"answer": "0"})
-    assert demonstration(problem, True) == "6-9=-3;-3+3=0."
-    assert demonstration(problem, False) == "0."
+    assert worked_out(problem, [False] * 9) == "6-9=-3;-3+3=0."
+    assert worked_out(problem, [True] * 9) == "6 - 9 = -3; -3 + 3 = 0."
+    assert worked_out(problem, [False] * 4 + [True] + [False] * 4) == "6-9=-3; -3+3=0."
 
 
-def test_only_the_librarys_full_mark_is_a_reward(task):
+def test_demonstrations_mix_both_forms_and_space_a_quarter_of_the_gaps(task):
+    texts = [text for _, text in task.demonstrations(0, 400)]
+    working = [text for text in texts if "=" in text]
+    assert 0.4 < len(working) / len(texts) < 0.6
+    spaces = sum(text.count(" ") for text in working)
+    assert 0.2 < spaces / (len(working) * num_gaps(3)) < 0.3
+
+
+def test_only_the_librarys_full_mark_is_right(task):
     problem = problem_with_answer(task, 10)
     answer = problem.entry["answer"]
     partly = task._dataset.score_answer(f"{answer};1", problem.entry)
     assert 0 < partly < 1  # the library gives this some marks …
-    assert task.reward(problem, f"{answer};1.") == 0.0  # … and the policy gets none
-    assert task.reward(problem, f"{answer}.") == 1.0
-    assert task.reward(problem, f"1+1={answer}.") == 1.0  # the last number counts
-    assert task.reward(problem, answer) == 0.0  # cut off before the end token
-    assert task.reward(problem, f"{int(answer) + 1}.") == 0.0
-    assert task.reward(problem, ".") == 0.0
+
+    def right(text: str) -> float:
+        return task.score(problem, text).right
+
+    assert right(f"{answer};1.") == 0.0  # … and the policy gets none
+    assert right(f"{answer}.") == right(f"1+1={answer}.") == 1.0  # the last number counts
+    assert right(f"1+1= {answer}.") == 1.0
+    assert right(answer) == 0.0  # cut off before the end token
+    assert right(f"{int(answer) + 1}.") == right(".") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "spaced"),
+    [
+        ("1+1=2;2+1=3", 0.0),
+        ("1 + 1 = 2; 2 + 1 = 3", 1.0),
+        ("1 +1=2;2+1=3", 1 / 9),
+        ("1 + 1 = 2", 0.0),  # a total is missing
+        (" 1+1=2;2+1=3", 0.0),  # there is no gap before the first total
+        ("1  +1=2;2+1=3", 0.0),  # nor room for two spaces in one
+        ("1 + 1 = 2; 2 + 1 = ", 0.0),
+        ("3", 0.0),
+    ],
+)
+def test_only_complete_working_earns_by_its_spaces(task, text, spaced):
+    score = task.score(three_ones(task), text + ".")
+    assert score.spaced == pytest.approx(spaced)
+    assert score.reward == pytest.approx(score.right * (0.5 + 0.5 * spaced))
+
+
+def test_spaces_do_not_pay_where_the_answer_is_wrong(task):
+    score = task.score(three_ones(task), "1 + 1 = 2; 2 + 1 = 4.")
+    assert (score.right, score.spaced, score.reward) == (0.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["working_share", "gap_share", "style_weight"])
+def test_a_share_beyond_one_is_refused(name):
+    shares = dict(terms=3, working_share=0, gap_share=0, style_weight=0, seed=1)
+    with pytest.raises(ValueError, match=f"{name} is a share between 0 and 1, got 1.5"):
+        ChainSumTask(**{**shares, name: 1.5})
 
 
 def test_warm_start_and_rl_use_different_problems_and_repeat_exactly(task):
-    again = ChainSumTask(terms=3, working_share=0.5, seed=1)
+    again = make_task()
     assert task.demonstrations(5, 20) == again.demonstrations(5, 20)
     indices = {problem.entry["metadata"]["source_index"] for problem in task.problems(0, 50)}
     assert len(indices) == 50 and min(indices) >= 10_000_000
+    measured = {problem.entry["metadata"]["source_index"] for problem in task.held_out(50)}
+    assert len(measured) == 50 and min(measured) >= 20_000_000
 
 
 def test_a_symbol_outside_the_vocabulary_is_refused():
@@ -117,13 +170,14 @@ def test_rollouts_carry_the_log_probabilities_of_the_training_forward():
         assert "." not in text[:-1]  # nothing is sampled behind the end token
 
 
-def snapshot(policy: float = 1.0, heads: float = 2.0, state: float = 3.0, sample: int = 7):
+def snapshot(policy=1.0, heads=2.0, state=3.0, sample=7, reward=8):
     """A run of two steps with one tensor of each kind."""
     return Snapshot(
         policy={"w": torch.tensor([policy, 0.0])},
         heads={"mtp.w": torch.tensor([heads])},
         optimizer={"w/exp_avg": torch.tensor(state)},
         samples=[5, sample],
+        rewards=[6, reward],
     )
 
 
@@ -142,6 +196,7 @@ def test_equal_runs_pass_the_comparison_though_the_heads_differ():
         ({"policy": 1.0000001}, "first: w; parameters by up to 1.19e-07"),
         ({"state": 3.0000002}, "first: w/exp_avg"),
         ({"sample": 8}, "sampled tokens on the way differ"),
+        ({"reward": 9}, "rewards on the way differ"),
     ],
 )
 def test_the_smallest_difference_fails_the_comparison(other, words):
@@ -165,7 +220,3 @@ def test_runs_in_which_something_stood_still_prove_nothing():
 def test_runs_of_different_length_are_not_compared():
     with pytest.raises(ValueError, match="cannot compare 2 steps with 1"):
         compare(snapshot(), dataclasses.replace(snapshot(), samples=[5]), START)
-
-
-def test_presets_are_settings_that_can_run():
-    assert PRESETS["demo"].check_steps > 0 and PRESETS["demo"].isolated

@@ -131,7 +131,6 @@ def test_tiny_weights_do_not_vanish_in_half_precision():
     tiny = [w * 1e-6 for w in weights]  # 1e-12, below what float16 can hold
     objective, *_ = chunked_cross_entropy(hidden, depth_rows(labels, tiny), Head(weight, 8))
     got = gradients(objective, hidden, weight, 1e12)
-    want = gradients(reference(hidden, weight, labels, tiny).double(), hidden, weight, 1e12)
     double = [h.detach().double().requires_grad_() for h in hidden], weight.detach().double()
     double[1].requires_grad_()
     want = gradients(reference(*double, labels, tiny), *double, 1e12)

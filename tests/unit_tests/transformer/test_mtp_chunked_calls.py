@@ -3,6 +3,7 @@
     python -m pytest tests/unit_tests/transformer/test_mtp_chunked_calls.py
 """
 
+import argparse
 import dataclasses
 import types
 
@@ -30,6 +31,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer.mtp_objective.metrics import mtp_metrics
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.arguments import add_megatron_arguments
 
 SPEC = ModelSpec(hidden_size=16, num_attention_heads=2, dtype=torch.float32)
 CHUNKS = dict(mtp_loss_chunk_size=3)
@@ -120,6 +122,13 @@ def test_a_training_step_with_heads_makes_the_host_wait_no_more_than_one_without
             model(**kwargs, compute_mtp_loss=on).sum().backward()
         found.append(syncs.names)
     assert found[1] == found[0]
+
+
+def test_the_flag_reaches_the_config():
+    parser = argparse.ArgumentParser()
+    add_megatron_arguments(parser)
+    assert parser.parse_args(["--mtp-loss-chunk-size", "512"]).mtp_loss_chunk_size == 512
+    assert parser.parse_args([]).mtp_loss_chunk_size == 0
 
 
 @pytest.mark.parametrize("size", [-1, 1.5, True, "64", None])

@@ -8,6 +8,8 @@ multiplied by S: dividing [n, v] numbers by it is a pass over memory that dividi
 matrix product afterwards saves.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Optional
 
@@ -15,6 +17,8 @@ import torch
 from torch import Tensor
 
 ProcessGroup = torch.distributed.ProcessGroup
+
+_CACHED_LOGITS = 1 << 18  # Few enough for a CPU core's cache; 8 rows of 32K were the fastest.
 
 
 @dataclass(frozen=True)
@@ -44,28 +48,68 @@ def cross_entropy_in_place(
         tp_group: ranks that share the vocabulary, in rank order; None or size 1 for none. Two
             collectives of 1 and 3 numbers per row.
     """
-    shared = tp_group is not None and tp_group.size() > 1
-    local_max_N, local_argmax_N = logits_NV.max(dim=-1)
-    if shared:
-        offset = tp_group.rank() * logits_NV.size(-1)
-        max_PN = local_max_N.new_empty((tp_group.size(), *local_max_N.shape))
-        torch.distributed.all_gather_into_tensor(max_PN.flatten(), local_max_N, group=tp_group)
-        max_N, owner_N = max_PN.max(dim=0)
-        owns_N = owner_N == tp_group.rank()
-    else:
-        offset, max_N, owns_N = 0, local_max_N, None
-    local_N = labels_N - offset
-    outside_N = (local_N < 0) | (local_N >= logits_NV.size(-1))
-    right_N = (local_argmax_N == local_N) if owns_N is None else (local_argmax_N == local_N) & owns_N
-    index_N1 = local_N.masked_fill(outside_N, 0).unsqueeze(-1)
+    if tp_group is not None and tp_group.size() > 1:
+        return _shared_vocabulary(logits_NV, labels_N, tp_group)
+    if logits_NV.device.type != "cpu":
+        return _whole_vocabulary(logits_NV, labels_N)
+    # A CPU is done sooner if a block of rows stays in its cache from the first pass to the last.
+    size = max(1, _CACHED_LOGITS // logits_NV.size(-1))
+    blocks = [
+        _whole_vocabulary(*block) for block in zip(logits_NV.split(size), labels_N.split(size))
+    ]
+    names = ("loss_N", "right_N", "sum_N")
+    return RowLosses(*(torch.cat([getattr(block, name) for block in blocks]) for name in names))
 
-    logits_NV.sub_(max_N.unsqueeze(-1))
-    label_logit_N = logits_NV.gather(-1, index_N1).squeeze(-1).masked_fill(outside_N, 0)
-    sum_N = logits_NV.exp_().sum(dim=-1)
-    if shared:
-        sums = torch.stack([sum_N, label_logit_N, right_N.to(sum_N.dtype)])
-        torch.distributed.all_reduce(sums, group=tp_group)
-        sum_N, label_logit_N, right_N = sums[0], sums[1], sums[2] > 0
-    at_label_N1 = sum_N.masked_fill(outside_N, 0).neg().unsqueeze(-1)
-    logits_NV.scatter_add_(-1, index_N1, at_label_N1)
+
+def _whole_vocabulary(logits_NV: Tensor, labels_N: Tensor) -> RowLosses:
+    """`cross_entropy_in_place` on one rank."""
+    max_N, argmax_N = logits_NV.max(dim=-1)
+    label = _LocalLabels.of(labels_N, 0, logits_NV.size(-1))
+    sum_N, label_logit_N = _exponentiate(logits_NV, max_N, label)
+    _subtract_at_labels(logits_NV, sum_N, label)
+    return RowLosses(sum_N.log() - label_logit_N, argmax_N == labels_N, sum_N)
+
+
+def _shared_vocabulary(logits_NV: Tensor, labels_N: Tensor, tp_group: ProcessGroup) -> RowLosses:
+    """`cross_entropy_in_place` on one of several ranks."""
+    local_max_N, local_argmax_N = logits_NV.max(dim=-1)
+    max_PN = local_max_N.new_empty((tp_group.size(), *local_max_N.shape))
+    torch.distributed.all_gather_into_tensor(max_PN.flatten(), local_max_N, group=tp_group)
+    max_N, owner_N = max_PN.max(dim=0)
+    offset = tp_group.rank() * logits_NV.size(-1)
+    right_N = (owner_N == tp_group.rank()) & (local_argmax_N + offset == labels_N)
+    label = _LocalLabels.of(labels_N, offset, logits_NV.size(-1))
+    sum_N, label_logit_N = _exponentiate(logits_NV, max_N, label)
+    sums = torch.stack([sum_N, label_logit_N, right_N.to(sum_N.dtype)])
+    torch.distributed.all_reduce(sums, group=tp_group)
+    sum_N, label_logit_N, right_N = sums[0], sums[1], sums[2] > 0
+    _subtract_at_labels(logits_NV, sum_N, label)
     return RowLosses(sum_N.log() - label_logit_N, right_N, sum_N)
+
+
+@dataclass(frozen=True)
+class _LocalLabels:
+    """Labels as columns of this rank's logits: int64 [n, 1], and bool [n] where there is none."""
+
+    column_N1: Tensor
+    outside_N: Tensor
+
+    @classmethod
+    def of(cls, labels_N: Tensor, offset: int, size: int) -> _LocalLabels:
+        column_N = labels_N - offset
+        outside_N = (column_N < 0) | (column_N >= size)
+        return cls(column_N.masked_fill(outside_N, 0).unsqueeze(-1), outside_N)
+
+
+def _exponentiate(logits_NV: Tensor, max_N: Tensor, label: _LocalLabels) -> tuple[Tensor, Tensor]:
+    """exp(z - m) in place; returns its sum over the columns and z_y - m, 0 where y is outside."""
+    logits_NV.sub_(max_N.unsqueeze(-1))
+    label_logit_N = logits_NV.gather(-1, label.column_N1).squeeze(-1)
+    sum_N = logits_NV.exp_().sum(dim=-1)
+    return sum_N, label_logit_N.masked_fill(label.outside_N, 0)
+
+
+def _subtract_at_labels(gradient_NV: Tensor, sum_N: Tensor, label: _LocalLabels) -> None:
+    """Subtract S in the label's column."""
+    at_label_N = sum_N.masked_fill(label.outside_N, 0).neg()
+    gradient_NV.scatter_add_(-1, label.column_N1, at_label_N.unsqueeze(-1))

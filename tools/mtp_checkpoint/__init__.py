@@ -1,0 +1,1 @@
+"""A model's own MTP head between Hugging Face checkpoints and Megatron."""
