@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from forklib import native, project, sdist
+from forklib.errors import ForkError
 from forklib.git import Repo
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +75,10 @@ def test_the_build_leaves_everything_below_build(built):
 def test_a_port_is_built_when_it_is_asked_for(tmp_path):
     version = project.port_versions(ROOT)[0]
     port = project.load(ROOT, version)
-    shutil.copytree(sdist.obtain(port).parent, tmp_path / "sdists")
+    try:
+        shutil.copytree(sdist.obtain(port).parent, tmp_path / "sdists")
+    except ForkError as reason:
+        pytest.skip(str(reason))
     (tmp_path / "copy").mkdir()
     wheel = wheel_of(
         tmp_path / "copy",
