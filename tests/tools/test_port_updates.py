@@ -156,3 +156,32 @@ def test_work_that_was_not_exported_stops_an_update(sandbox, port):
 
 def test_the_release_of_the_series_is_no_port(sandbox):
     assert "is what the series itself patches" in sandbox.fails("port", "0.19.2")
+
+
+def test_a_conflict_that_was_committed_by_hand_is_gone_on_from(sandbox, older_release):
+    repo = conflicting(sandbox, older_release)
+    resolve(repo)
+    repo("commit", "--quiet", "--no-edit", env=IDENTITY)
+    sandbox.ok("port", OLD, "--continue")
+    assert patches_of(sandbox) == ["0001-first.patch", "0002-second.patch"]
+
+
+def test_a_skipped_patch_that_is_not_left_out_is_missed(sandbox, older_release):
+    repo = conflicting(sandbox, older_release)
+    repo("cherry-pick", "--skip", env=IDENTITY)
+    said = sandbox.fails("port", OLD, "--continue")
+    assert "asks for 2 patches (first, second), but there are 1 commits" in said
+    sandbox.replace(PIN, "[ported]", '[[left-out]]\npatch = "first"\nreason = "why"\n\n[ported]')
+    sandbox.ok("port", OLD, "--continue")
+
+
+def test_a_table_without_its_commit_is_missed(sandbox, port):
+    sandbox.replace(PIN, "[ported]", '[[patch]]\nslug = "mine"\nbefore = "first"\n\n[ported]')
+    assert "asks for 3 patches (mine, first, second)" in sandbox.fails("port", OLD)
+
+
+def test_hooks_do_not_come_from_a_port_that_lags_behind(sandbox, port, older_release):
+    older_release(version="0.17.9")
+    third_patch(sandbox)
+    said = sandbox.fails("port", "0.17.9", "--like", OLD)
+    assert f"ports/{OLD} lags behind the series. Run: make port PORT={OLD}" in said

@@ -110,7 +110,10 @@ def update(
     wanted = {slug: now[slug] for slug in now if slug not in port.port.left_out}
     theirs = _hooks_from(fork, repo)
     if like:
-        theirs |= _hooks_from(projects.load(fork.root, like), repo)
+        nearer = projects.load(fork.root, like)
+        if problems(fork, nearer):
+            raise ForkError(f"ports/{like} lags behind the series. Run: {nearer.make('port')}")
+        theirs |= _hooks_from(nearer, repo)
     ours = _hook_commits(port, repo, series.BASE_REF, series.BRANCH)
     picks = []
     for slug in port.port.order(wanted):
@@ -168,11 +171,20 @@ def _hooks_from(source: Project, repo: Repo) -> dict[str, str]:
 def _hook_commits(project: Project, repo: Repo, base: str, head: str) -> dict[str, str]:
     """Slug to a commit like the patch's own, without any file that the series adds."""
     parent, files_of_base = repo.line("rev-parse", base), repo.files_of(base)
-    hooks = {}
-    for spec, commit in zip(project.patches, repo.commits(base, head), strict=True):
+    commits, hooks = repo.commits(base, head), {}
+    _require_one_each([spec.slug for spec in project.patches], commits, project)
+    for spec, commit in zip(project.patches, commits, strict=True):
         files = {p: entry for p, entry in repo.files_of(commit).items() if p in files_of_base}
         parent = hooks[spec.slug] = export.recommit(repo, commit, parent, files)
     return hooks
+
+
+def _require_one_each(slugs: list[str], commits: list[str], project: Project) -> None:
+    if len(slugs) != len(commits):
+        raise ForkError(
+            f"{project.pin_name} asks for {len(slugs)} patches ({', '.join(slugs)}), but there are"
+            f" {len(commits)} commits in {project.tree}. Each patch is one commit there."
+        )
 
 
 def _open(fork: Project, version: str) -> tuple[Project, Repo, dict]:
@@ -200,8 +212,9 @@ def _finish_or_explain(fork: Project, port: Project, repo: Repo, done) -> None:
             f" --skip` there, and --continue. To give up: {verb} --abort"
         )
     record = json.loads((port.tree / ".git" / _RECORD).read_text())
-    left_out = projects.load(fork.root, version).port.left_out
-    ported = {slug: digest for slug, digest in record["ported"].items() if slug not in left_out}
+    now = projects.load(fork.root, version).port
+    ported = {slug: digest for slug, digest in record["ported"].items() if slug not in now.left_out}
+    _require_one_each(now.order(ported), repo.commits(series.BASE_REF, "HEAD"), port)
     head, _, _ = port.pin.read_text(encoding="utf-8").partition("[ported]\n")
     lines = "".join(f'{slug} = "{digest}"\n' for slug, digest in ported.items())
     port.pin.write_text(f"{head}[ported]\n{lines}", encoding="utf-8")
