@@ -4,9 +4,13 @@ SHELL := /bin/bash
 
 VENV := .venv
 PY := $(VENV)/bin/python
+# A release under ports/: test, tree, patches and check then work on that port.
+PORT ?=
+OWN_TREE := $(CURDIR)/build/$(if $(PORT),ports/$(PORT)/)tree
 # Tests and examples import Megatron from here; name another patched checkout to use that instead.
-MEGATRON_TREE ?= $(CURDIR)/build/tree
-TESTS ?= tests
+MEGATRON_TREE ?= $(OWN_TREE)
+# What examples and tools need may be newer than a port.
+TESTS ?= $(if $(PORT),tests/unit_tests tests/support tests/functional_tests,tests)
 ARGS ?=
 
 export NO_VCS_VERSION := 1
@@ -15,11 +19,11 @@ export PYTHONPATH := $(CURDIR):$(MEGATRON_TREE)
 # Bytecode may be cached: importing Megatron without it takes several times as long.
 unexport PYTHONDONTWRITEBYTECODE
 
-RUN_FORK = env -u PYTHONPATH $(PY) tools/fork.py
+RUN_FORK = env -u PYTHONPATH $(PY) tools/fork.py $(if $(PORT),--port $(PORT))
 # A foreign MEGATRON_TREE is used as it is; only our own tree is built.
-SYNC_TREE = $(if $(filter $(CURDIR)/build/tree,$(MEGATRON_TREE)),$(RUN_FORK) tree,true)
+SYNC_TREE = $(if $(filter $(OWN_TREE),$(MEGATRON_TREE)),$(RUN_FORK) tree,true)
 
-.PHONY: help setup doctor demo test test-dist tree patches check rebase bench bench-gpu
+.PHONY: help setup doctor demo test test-dist tree patches check rebase port bench bench-gpu
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -36,7 +40,7 @@ demo: setup  ## the same RL run with MTP heads frozen and trained online, on the
 	@$(SYNC_TREE)
 	$(PY) -m examples.online_rl $(ARGS)
 
-test: setup  ## run all tests on the CPU (TESTS=path, ARGS=..., MEGATRON_TREE=checkout)
+test: setup  ## run all tests on the CPU (TESTS=path, ARGS=..., PORT=x.y.z, MEGATRON_TREE=checkout)
 	@$(SYNC_TREE)
 	$(PY) -m pytest $(TESTS) $(ARGS)
 
@@ -56,6 +60,10 @@ check: setup  ## fail on any drift between fork.toml, patches/, the added files 
 rebase: setup  ## try the series on another release: make rebase BASE=x.y.z
 	@test -n "$(BASE)" || { echo "error: which release? make rebase BASE=x.y.z" >&2; exit 2; }
 	@$(RUN_FORK) rebase $(BASE) $(ARGS)
+
+port: setup  ## bring ports/x.y.z up to date with the series, or make it: make port PORT=x.y.z
+	@test -n "$(PORT)" || { echo "error: which release? make port PORT=x.y.z" >&2; exit 2; }
+	@env -u PYTHONPATH $(PY) tools/fork.py port $(PORT) $(ARGS)
 
 bench: setup  ## measure the cost of the MTP objective beside unpatched Megatron (ARGS=--help)
 	@$(SYNC_TREE)

@@ -22,6 +22,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["NO_VCS_VERSION"] = "1"
 
 
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leaves out the tests that a port of the series does not have."""
+    if not (collection_path.is_file() and TREE.is_relative_to(ROOT / "build" / "ports")):
+        return None
+    path = collection_path.relative_to(ROOT)
+    of_series = path.parts[1] in ("support", "unit_tests", "functional_tests")
+    return True if of_series and not (TREE / path).exists() else None
+
+
 def _assert_megatron_is_the_tree() -> None:
     core = sys.modules.get("megatron.core")
     if core is not None and not Path(core.__file__).resolve().is_relative_to(TREE):

@@ -22,6 +22,7 @@ from tests.support.device import device
 from tests.support.gradients import grads_by_name, worst_difference
 from tests.support.models import ModelSpec, build_model, is_mtp_param
 from tests.support.parallel import parallel_world
+from tests.support.release import require_derived_targets
 from tests.support.standin import fp64_cross_entropy
 
 VOCABULARY = 64
@@ -55,6 +56,7 @@ class ReturnLogitsContract(ModelContract):
     """The table of what comes back and what MTP learns from, and isolation on top of it."""
 
     def test_without_labels_forward_returns_logits_and_mtp_learns_the_next_ids(self):
+        require_derived_targets()
         model, batch = self.build(), sampled_batch()
         with fp64_cross_entropy():
             logits_BSV = model(**inputs(batch))

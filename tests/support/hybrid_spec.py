@@ -9,7 +9,6 @@ import functools
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -30,6 +29,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from tests.support.attention import ReferenceAttention
+from tests.support.release import hybrid_block, release
 
 
 def hybrid_local_spec(
@@ -41,14 +41,16 @@ def hybrid_local_spec(
         core_attention: Class of the core attention.
         num_experts: Experts of an ``E`` layer; 0 leaves MoE layers out.
     """
-    submodules = HybridStackSubmodules(
+    block = hybrid_block()
+    name = "Hybrid" if release() >= (0, 18) else "Mamba"
+    submodules = getattr(block, name + "StackSubmodules")(
         attention_layer=_attention_layer(core_attention),
         mlp_layer=_mlp_layer(),
         mtp_block_spec=_mtp_block(),
     )
     if num_experts:
         submodules.moe_layer = _moe_layer(num_experts)
-    return ModuleSpec(module=HybridStack, submodules=submodules)
+    return ModuleSpec(module=getattr(block, name + "Stack"), submodules=submodules)
 
 
 def _attention_layer(core_attention: type) -> ModuleSpec:
@@ -73,11 +75,15 @@ def _attention_layer(core_attention: type) -> ModuleSpec:
 
 def _mlp_layer() -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    if release() >= (0, 18):
+        mlp = functools.partial(MLP.as_mlp_submodule, submodules=linears)
+    else:
+        mlp = ModuleSpec(module=MLP, submodules=linears)
     return ModuleSpec(
         module=MLPLayer,
         submodules=TransformerLayerSubmodules(
             pre_mlp_layernorm=WrappedTorchNorm,
-            mlp=functools.partial(MLP.as_mlp_submodule, submodules=linears),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 
 from tests.support.device import device, has_transformer_engine
+from tests.support.release import hybrid_model, release
 from tests.support.weights import initialize
 
 
@@ -162,19 +163,15 @@ def _build_gpt(spec: ModelSpec, common: dict[str, Any]):
 
 
 def _build_hybrid(spec: ModelSpec, common: dict[str, Any]):
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
     from tests.support.hybrid_spec import hybrid_local_spec
 
     if spec.transformer_engine:
         raise ValueError("ModelSpec.transformer_engine is for the gpt family; hybrid stays local")
     layer = "*E" if spec.num_experts else "*-"
     pattern = layer * spec.num_layers + ("/" + layer) * spec.mtp_num_layers
-    return HybridModel(
-        hybrid_stack_spec=hybrid_local_spec(num_experts=spec.num_experts),
-        hybrid_layer_pattern=pattern,
-        **common,
-    )
+    stack_spec = hybrid_local_spec(num_experts=spec.num_experts)
+    named = "hybrid_stack_spec" if release() >= (0, 18) else "mamba_stack_spec"
+    return hybrid_model()(hybrid_layer_pattern=pattern, **{named: stack_spec}, **common)
 
 
 def is_mtp_param(name: str) -> bool:

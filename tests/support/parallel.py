@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.support.device import backend, prepare, seed_everything
 from tests.support.ranks import STORE_VARIABLE, living_groups
+from tests.support.release import forget_moe_metrics
 
 _world_numbers = itertools.count()
 
@@ -96,7 +97,6 @@ def _end_world() -> None:
     """End every group and reset what Megatron keeps for the whole process."""
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.multi_token_prediction import (
         MTPLossAutoScaler,
@@ -116,5 +116,5 @@ def _end_world() -> None:
     dist.destroy_process_group()
     MTPLossLoggingHelper.tracker.clear()
     MTPLossAutoScaler.main_loss_backward_scale = torch.tensor(1.0)
-    destroy_moe_metrics_tracker()  # sized for the layers of the first model it saw
+    forget_moe_metrics()  # sized for the layers of the first model they saw
     MoEAuxLossAutoScaler.main_loss_backward_scale = None  # its shape depends on who set it

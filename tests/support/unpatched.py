@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any, Mapping, Sequence
 
+from tests.support.release import release
+
 UNPATCHED_VARIABLE = "MEGATRON_UNPATCHED"
 FIRST_FILE = "tests/support/device.py"  # added by the first commit of the series
 
@@ -54,6 +56,17 @@ def unpatched_tree(directory: Path) -> Path:
     subprocess.run(["tar", "-xf", archive.name], cwd=directory, check=True)
     archive.unlink()
     return directory
+
+
+def faulty_tree(directory: Path) -> Path:
+    """As `unpatched_tree`, for a test that shows what the release of the series gets wrong.
+
+    Raises:
+        NoUnpatchedTree: Also on an older release, which fails at other places or in other words.
+    """
+    if release() < (0, 19):
+        raise NoUnpatchedTree("the fault is shown on the release that the series is made for")
+    return unpatched_tree(directory)
 
 
 def import_path(tree: Path) -> str:

@@ -23,6 +23,8 @@ from forklib.git import IDENTITY, Repo  # noqa: E402
 MODEL = "megatron/core/model.py"
 EXTRA = "megatron/core/extra/__init__.py"
 TEST = "tests/unit_tests/test_extra.py"
+OLD = "0.18.9"
+PIN, PATCHES, TREE = f"ports/{OLD}/port.toml", f"ports/{OLD}/patches", f"build/ports/{OLD}/tree"
 RELEASE_FILES = {
     "megatron/core/__init__.py": "",
     "megatron/core/package_info.py": 'MAJOR = 0\nMINOR = 19\nPATCH = 2\nPRE_RELEASE = ""\n',
@@ -185,3 +187,38 @@ def make_checkout(path: Path, files: dict[str, str]) -> Path:
     for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "their checkout"]):
         subprocess.run([*git, *command], check=True, capture_output=True)
     return path
+
+
+def files_of_release(version: str, *edits: tuple[str, str]) -> dict[str, str]:
+    """The made-up release under another number, with these texts replaced in the model."""
+    model = RELEASE_FILES[MODEL]
+    for old, new in edits:
+        assert old in model
+        model = model.replace(old, new)
+    major, minor, patch = version.split(".")
+    numbers = f'MAJOR = {major}\nMINOR = {minor}\nPATCH = {patch}\nPRE_RELEASE = ""\n'
+    return RELEASE_FILES | {MODEL: model, "megatron/core/package_info.py": numbers}
+
+
+@pytest.fixture
+def older_release(sandbox):
+    """Makes the sdist of an older release."""
+
+    def make(*edits: tuple[str, str], version: str = OLD) -> None:
+        path = sandbox.path(f"build/sdist/megatron_core-{version}.tar.gz")
+        make_sdist(path, version, files_of_release(version, *edits))
+
+    return make
+
+
+@pytest.fixture
+def port(sandbox, older_release):
+    """A finished port to a release whose lines lie elsewhere."""
+    older_release(("LINE_1 = 1\n", "OLDER = True\n" * 3 + "LINE_1 = 1\n"))
+    sandbox.ok("port", OLD)
+    return Repo(sandbox.path(TREE))
+
+
+def patches_of(sandbox: Sandbox) -> list[str]:
+    """Names of the patches of the port."""
+    return sorted(path.name for path in sandbox.path(PATCHES).iterdir())

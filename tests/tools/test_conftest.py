@@ -38,3 +38,16 @@ def test_megatron_from_elsewhere_ends_the_run_naming_both_places(tmp_path):
     assert done.returncode == 4
     assert f"expected megatron.core from {tmp_path / 'tree'}" in said
     assert str(tmp_path / "elsewhere") in said
+
+
+def test_tests_that_a_port_does_not_have_are_left_out(tmp_path):
+    tree = make_megatron(tmp_path / "build" / "ports" / "0.1" / "tree")
+    for folder, name in ((tree, "test_kept.py"), (tmp_path, "test_kept.py"), (tmp_path, "test_x.py")):
+        path = folder / "tests" / "unit_tests" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("def test_it():\n    pass\n")
+    shutil.copy(CONFTEST, tmp_path / "tests" / "conftest.py")
+    env = os.environ | {"MEGATRON_TREE": str(tree)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit_tests"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr

@@ -10,27 +10,33 @@ from pathlib import Path
 import pytest
 
 from forklib import native, project, sdist
+from forklib.errors import ForkError
 from forklib.git import Repo
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDED = ("fork.toml", "patches", "setup.py", "pyproject.toml", "tools")
+NEEDED = ("fork.toml", "patches", "ports", "setup.py", "pyproject.toml", "tools")
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory) -> tuple[Path, Path]:
-    """A copy of what setup.py needs, in which a wheel was built: (copy, wheel)."""
-    copy, out = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("wheel")
+def wheel_of(copy: Path, out: Path, **extra: str) -> Path:
+    """Builds a wheel in a copy of what setup.py needs."""
     for name in NEEDED:
         source = ROOT / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / name)
-    env = os.environ | {"MEGATRON_CORE_SDIST": str(sdist.obtain(project.load(ROOT)))}
+    env = os.environ | {"MEGATRON_CORE_SDIST": str(sdist.obtain(project.load(ROOT)))} | extra
     env.pop("PYTHONPATH", None)
     command = [sys.executable, "-m", "pip", "wheel", ".", "--no-deps", "--no-build-isolation"]
     command += ["--no-index", "--disable-pip-version-check", "--wheel-dir", str(out)]
     done = subprocess.run(command, cwd=copy, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = out.iterdir()
-    return copy, wheel
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> tuple[Path, Path]:
+    """A copy of what setup.py needs, in which a wheel was built: (copy, wheel)."""
+    copy = tmp_path_factory.mktemp("copy")
+    return copy, wheel_of(copy, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.mark.slow
@@ -63,3 +69,23 @@ def test_the_wheels_files_equal_those_of_the_pinned_tree(built):
 @pytest.mark.slow
 def test_the_build_leaves_everything_below_build(built):
     assert {path.name for path in built[0].iterdir()} <= {*NEEDED, "build"}
+
+
+@pytest.mark.slow
+def test_a_port_is_built_when_it_is_asked_for(tmp_path):
+    version = project.port_versions(ROOT)[0]
+    port = project.load(ROOT, version)
+    try:
+        shutil.copytree(sdist.obtain(port).parent, tmp_path / "sdists")
+    except ForkError as reason:
+        pytest.skip(str(reason))
+    (tmp_path / "copy").mkdir()
+    wheel = wheel_of(
+        tmp_path / "copy",
+        tmp_path / "wheel",
+        MTP_PORT=version,
+        MEGATRON_CORE_SDIST=str(tmp_path / "sdists"),
+    )
+    assert wheel.name.startswith(f"megatron_core-{version}+mtp.")
+    repo = Repo(tmp_path / "copy" / "build" / "dist" / "tree")
+    assert repo.tree_of("HEAD") == port.pinned_tree

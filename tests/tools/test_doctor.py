@@ -57,9 +57,16 @@ def test_a_changed_or_lacking_file_of_the_series_is_wrong_and_named(checkout, fo
         assert "mtp_objective/shift.py" in series.detail
 
 
+def test_an_older_release_is_compared_with_its_port(checkout, fork, monkeypatch):
+    (checkout / "megatron/core/package_info.py").write_text("MAJOR = 0\nMINOR = 18\nPATCH = 2\n")
+    release, series = megatron_in(checkout, fork, monkeypatch)
+    assert release.detail.startswith("0.18.2 in")
+    assert series.state == doctor.OK and series.detail.startswith("0.18.2+mtp.")
+
+
 def test_an_unpatched_megatron_is_wrong_with_the_way_to_patch_it(checkout, fork, monkeypatch):
-    shutil.rmtree(checkout / "megatron/core/transformer")
-    shutil.rmtree(checkout / "megatron/training")
+    for path in fork.added_files():
+        (checkout / path).unlink(missing_ok=True)
     _, series = megatron_in(checkout, fork, monkeypatch)
     assert series.state == doctor.WRONG
     assert "git am" in series.advice

@@ -28,7 +28,8 @@ def run(project: Project, run_tests: bool = True, only: str | None = None) -> Re
             can be checked.
     """
     report = Report()
-    report.step("patches/ holds the series and nothing else", _folder_problems(project))
+    folder = project.patches_name
+    report.step(f"{folder}/ holds the series and nothing else", _folder_problems(project))
     report.step("every added file belongs to one patch", project.ownership_problems())
     archive = sdist.obtain(project)
     report.step(f"sdist hash is the pinned one ({project.base.sha256[:12]}…)", [])
@@ -59,28 +60,31 @@ def run(project: Project, run_tests: bool = True, only: str | None = None) -> Re
 def _folder_problems(project: Project) -> list[str]:
     """patches/ against the tables of fork.toml."""
     if not project.patches_dir.is_dir():
-        return [f"{project.patches_dir} does not exist. Run: make patches"]
+        return [f"{project.patches_dir} does not exist. Run: {project.make('patches')}"]
+    folder, run = project.patches_name, f"Run: {project.make('patches')}"
     problems = []
     names = sorted(path.name for path in project.patches_dir.iterdir())
     for name in names:
         if not name.endswith(".patch"):
             problems.append(
-                f"patches/{name} is not a *.patch file; git am would stop at it. Move it."
+                f"{folder}/{name} is not a *.patch file; git am would stop at it. Move it."
             )
         elif not (project.patches_dir / name).stat().st_size:
-            problems.append(f"patches/{name} is empty; git am would stop at it. Run: make patches")
+            problems.append(f"{folder}/{name} is empty; git am would stop at it. {run}")
     patches = [name for name in names if name.endswith(".patch")]
     for number, name in enumerate(patches, start=1):
         if not name.startswith(f"{number:04d}-"):
             problems.append(
-                f"patches/{name} must have number {number:04d}: the numbering has a gap."
+                f"{folder}/{name} must have number {number:04d}: the numbering has a gap."
             )
             break
     expected = [spec.filename for spec in project.patches]
     for name in sorted(set(expected) - set(names)):
-        problems.append(f"patches/{name} is missing: fork.toml has its table. Run: make patches")
+        problems.append(f"{folder}/{name} is missing: {project.pin_name} has its table. {run}")
     for name in sorted(set(patches) - set(expected)):
-        problems.append(f"patches/{name} has no [[patch]] table at its position in fork.toml.")
+        problems.append(
+            f"{folder}/{name} has no [[patch]] table at its position in {project.pin_name}."
+        )
     return problems
 
 
@@ -89,8 +93,9 @@ def _pin_problems(project: Project, repo: Repo, head: str) -> list[str]:
     if came == project.pinned_tree:
         return []
     return [
-        f"fork.toml pins tree {project.pinned_tree or '(none)'}, but patches/ give {came}."
-        " If the patches are right, run: make patches"
+        f"{project.pin_name} pins tree {project.pinned_tree or '(none)'}, but"
+        f" {project.patches_name}/ give {came}."
+        f" If the patches are right, run: {project.make('patches')}"
     ]
 
 
@@ -99,18 +104,19 @@ def _copy_problems(project: Project, repo: Repo, head: str) -> list[str]:
     base = repo.files_of(series.BASE_REF)
     patched = {p: entry for p, entry in repo.files_of(head).items() if p not in base}
     copies = project.added_files()
+    run = f"Run: {project.make('patches')}"
     problems = [
-        f"{path} is here but no patch adds it. Run: make patches"
+        f"{path} is here but no patch adds it. {run}"
         for path in sorted(set(copies) - set(patched))
     ]
     problems += [
-        f"{path} is added by a patch but missing here. Restore it, or run: make patches"
+        f"{path} is added by a patch but missing here. Restore it, or: {run}"
         for path in sorted(set(patched) - set(copies))
     ]
     for path in sorted(set(patched) & set(copies)):
         mode = "100755" if copies[path].stat().st_mode & 0o100 else "100644"
         if patched[path] != (mode, blob_id(copies[path].read_bytes())):
-            problems.append(f"{path} here differs from what its patch adds. Run: make patches")
+            problems.append(f"{path} here differs from what its patch adds. {run}")
     return problems
 
 
@@ -124,7 +130,10 @@ def _export_problems(project: Project, repo: Repo, head: str) -> list[str]:
         path = project.patches_dir / name
         same = path.is_file() and path.read_bytes() == text.encode("utf-8", "surrogateescape")
         if not same:
-            problems.append(f"patches/{name} is not what an export writes. Run: make patches")
+            problems.append(
+                f"{project.patches_name}/{name} is not what an export writes."
+                f" Run: {project.make('patches')}"
+            )
     return problems
 
 

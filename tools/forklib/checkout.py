@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+from forklib import project as projects
 from forklib import series
 from forklib.errors import ForkError
 from forklib.git import IDENTITY, Repo
@@ -51,6 +52,20 @@ def apply(project: Project, folder: Path, force: bool = False, three_way: bool =
             record.write_text(json.dumps({"head": head, "untracked": untracked}))
         raise ForkError(_failure_message(repo, done.stdout + done.stderr, files))
     print(f"applied {len(files)} patches in {repo.path}; undo: git reset --hard {head[:12]}")
+
+
+def choose(root: Path, folder: Path, port: str | None = None) -> Project:
+    """The series for a checkout: the one asked for, else the port of its minor release, if any."""
+    if port is None and folder.is_dir() and (folder / _PACKAGE_INFO).is_file():
+        minor = release_of(folder)[:2]
+        fitting = [v for v in projects.port_versions(root) if _minor(v) == minor]
+        port = fitting[0] if fitting and _minor(projects.load(root).base.version) != minor else None
+    return projects.load(root, port)
+
+
+def _minor(version: str) -> tuple[int, int]:
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
 
 
 def abort(folder: Path) -> None:

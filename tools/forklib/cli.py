@@ -4,35 +4,58 @@ import argparse
 import sys
 from pathlib import Path
 
-from forklib import check, checkout, export, project, rebase, tree
+from forklib import check, checkout, export, ports, project, rebase, tree
 from forklib.errors import ForkError
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def _tree(args: argparse.Namespace) -> int:
-    fork = project.load(args.root)
+    fork = project.load(args.root, args.port)
     with fork.locked():
         tree.make(fork)
     return 0
 
 
 def _patches(args: argparse.Namespace) -> int:
-    fork = project.load(args.root)
+    fork = project.load(args.root, args.port)
     with fork.locked():
         export.write(fork, args.into)
+        for port in [] if args.port else _ports(args):
+            export.refresh(port)
     return 0
 
 
 def _check(args: argparse.Namespace) -> int:
-    fork = project.load(args.root)
+    fork = project.load(args.root, args.port)
     slugs = [patch.slug for patch in fork.patches]
     if args.prefix and args.prefix not in slugs:
         raise ForkError(f"no patch has the slug {args.prefix!r}; expected one of {slugs}.")
     report = check.run(fork, args.tests, args.prefix)
-    if report.failures:
-        raise ForkError(f"{len(report.failures)} problems; see above.")
+    failures = list(report.failures)
+    for port in [] if args.port else _ports(args):
+        print(f"ports/{port.base.version}:")
+        report = check.run(port, run_tests=False)
+        report.step("every patch of the series is ported or left out", ports.problems(fork, port))
+        failures += report.failures
+    if failures:
+        raise ForkError(f"{len(failures)} problems; see above.")
     print("the series, its pin and its copies agree")
+    return 0
+
+
+def _ports(args: argparse.Namespace) -> list[project.Project]:
+    versions = project.port_versions(args.root)
+    return [project.load(args.root, version) for version in versions]
+
+
+def _port(args: argparse.Namespace) -> int:
+    fork = project.load(args.root)
+    with fork.locked():
+        if args.action:
+            args.action(fork, args.version)
+        else:
+            ports.update(fork, args.version, args.sdist, args.like)
     return 0
 
 
@@ -50,7 +73,8 @@ def _apply(args: argparse.Namespace) -> int:
     if args.abort:
         checkout.abort(args.folder)
     else:
-        checkout.apply(project.load(args.root), args.folder, args.force, args.three_way)
+        fork = checkout.choose(args.root, args.folder, args.port)
+        checkout.apply(fork, args.folder, args.force, args.three_way)
     return 0
 
 
@@ -58,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser with every verb."""
     top = argparse.ArgumentParser(prog="fork.py", description=__doc__)
     top.add_argument("--root", type=Path, default=ROOT, help="folder of fork.toml (default: here)")
+    top.add_argument("--port", metavar="RELEASE", help="work on ports/RELEASE, not on the series")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     def verb(name, function, text):
@@ -90,6 +115,17 @@ def parser() -> argparse.ArgumentParser:
         ("--continue", rebase.resume, "go on after conflicts were resolved"),
         ("--abort", rebase.abort, "delete the trial"),
         ("--adopt", rebase.adopt, "make a finished trial the base of the fork"),
+    ):
+        group.add_argument(name, dest="action", action="store_const", const=function, help=text)
+
+    one = verb("port", _port, "replay the series onto another release, kept as ports/VERSION")
+    one.add_argument("version", help="the release, such as 0.18.2")
+    one.add_argument("--sdist", type=Path, help="sdist of a new port (default: the package index)")
+    one.add_argument("--like", metavar="RELEASE", help="take hooks from that port, not the series")
+    group = one.add_mutually_exclusive_group()
+    for name, function, text in (
+        ("--continue", ports.resume, "go on after conflicts were resolved"),
+        ("--abort", ports.abort, "put the port's tree back as it was"),
     ):
         group.add_argument(name, dest="action", action="store_const", const=function, help=text)
 

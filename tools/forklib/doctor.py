@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from forklib import environment, project
+from forklib import checkout, environment, project
 
 ROOT = Path(__file__).resolve().parents[2]
 OK, MISSING, WRONG = "ok", "missing", "wrong"
@@ -128,6 +128,7 @@ def megatron(fork: project.Project) -> Iterator[Finding]:
         return
     core = Path(next(iter(spec.submodule_search_locations)))
     yield Finding("megatron", "megatron.core", OK, f"{_version_of(core)} in {core}")
+    fork = checkout.choose(fork.root, core.parents[1])
     added = {
         path: file for path, file in fork.added_files().items() if path.startswith("megatron/")
     }

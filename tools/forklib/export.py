@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forklib import project as projects
-from forklib import series, tree
+from forklib import sdist, series, tree
 from forklib.errors import ForkError
 from forklib.git import IDENTITY, Repo
 from forklib.project import Project
@@ -51,7 +51,7 @@ def write(project: Project, into: str | None = None) -> None:
     repo("update-ref", f"refs/heads/{series.BRANCH}", exported.head)
     repo("reset", "--quiet", "--mixed", exported.head)
     changed = _write_files(project, exported)
-    projects.write_value(project.root, "tree", repo.tree_of(exported.head))
+    projects.write_value(project.pin, "tree", repo.tree_of(exported.head))
     state.exported_head, state.patches_digest = exported.head, tree.digest(project)
     state.write(project.tree)
     tree.sync(project)
@@ -59,10 +59,25 @@ def write(project: Project, into: str | None = None) -> None:
         name = patch.filename
         mark = "*" if name in changed else " " if name in exported.patches else "-"
         commit = exported.commits.get(name)
-        subject = series.describe(repo, commit).subject if commit else "no commit in build/tree yet"
+        subject = series.describe(repo, commit).subject if commit else "no commit in the tree yet"
         note = " (empty yet: not written)" if commit and mark == "-" else ""
         print(f" {mark} {name:<36} {subject}{note}")
     print(f"{len(changed)} of {len(exported.patches)} patches changed")
+
+
+def refresh(project: Project) -> None:
+    """Rewrites patches/ with the added files as they are here, from patches/ alone.
+
+    What a port needs after the series has changed an added file; its tree may not even exist.
+    """
+    archive = sdist.obtain(project)
+    with tempfile.TemporaryDirectory(prefix="fork-refresh-") as scratch:
+        repo = Repo(Path(scratch) / "tree")
+        base = series.make_base(repo.path, archive, project.base.version)
+        exported = rebuild(project, repo, series.apply(repo, base, project.patch_files()))
+        changed = _write_files(project, exported)
+        projects.write_value(project.pin, "tree", repo.tree_of(exported.head))
+    print(f"{project.patches_name}: {len(changed)} of {len(exported.patches)} patches changed")
 
 
 def rebuild(project: Project, repo: Repo, head: str) -> Exported:
@@ -80,7 +95,7 @@ def rebuild(project: Project, repo: Repo, head: str) -> Exported:
     if len(commits) > len(project.patches):
         extra = series.describe(repo, commits[len(project.patches)]).subject
         raise ForkError(
-            f"build/tree has {len(commits)} commits after the base, but fork.toml has"
+            f"{repo.path} has {len(commits)} commits after the base, but {project.pin_name} has"
             f" {len(project.patches)} [[patch]] tables. Add a table for {extra!r}, or fold it into"
             " an earlier commit."
         )
@@ -98,15 +113,15 @@ def rebuild(project: Project, repo: Repo, head: str) -> Exported:
         owned = {path for path in blobs if project.owners(path)[0].number <= spec.number}
         files = {p: entry for p, entry in repo.files_of(commit).items() if p in base}
         files |= {path: blobs[path] for path in owned}
-        before, parent = parent, _recommit(repo, commit, parent, files)
+        before, parent = parent, recommit(repo, commit, parent, files)
         rebuilt[spec.filename] = parent
         if repo.tree_of(parent) != repo.tree_of(before):
             patches[spec.filename] = series.export(repo, parent)
     for name in rebuilt:
         if name not in patches and name < max(patches, default=""):
             raise ForkError(
-                f"{name} would be empty: its commit hooks nothing, its globs in fork.toml match no"
-                " file. git am stops at an empty patch; drop the commit and the table."
+                f"{name} would be empty: its commit hooks nothing, its globs in {project.pin_name}"
+                " match no file. git am stops at an empty patch; drop the commit and the table."
             )
     return Exported(parent, rebuilt, patches)
 
@@ -122,7 +137,7 @@ def _store_added(project: Project, repo: Repo) -> dict[str, tuple[str, str]]:
     return dict(zip(added, zip(modes, ids, strict=True), strict=True))
 
 
-def _recommit(repo: Repo, commit: str, parent: str, files: dict[str, tuple[str, str]]) -> str:
+def recommit(repo: Repo, commit: str, parent: str, files: dict[str, tuple[str, str]]) -> str:
     """Makes a commit with other files and another parent, the same in everything else."""
     listing = "".join(f"{mode} {blob}\t{path}\0" for path, (mode, blob) in files.items())
     with tempfile.TemporaryDirectory() as scratch:
@@ -144,9 +159,9 @@ def _require_clean(project: Project, repo: Repo, state: tree.State) -> None:
         files = "\n".join(f"  {path}" for path in found.edited)
         raise ForkError(
             f"{project.tree} holds uncommitted edits of upstream files:\n{files}\n"
-            "Say which patch takes them:  python tools/fork.py patches --into SLUG\n"
+            f"Say which patch takes them:  {project.make('patches')} ARGS=\"--into SLUG\"\n"
             f"or commit them yourself:     git -C {project.tree} commit --fixup COMMIT"
-            "  (folded in by the next `make patches`)"
+            f"  (folded in by the next `{project.make('patches')}`)"
         )
     exported = repo.files_of(state.exported_head)
     lost = sorted(p for p in found.strays if p not in exported and p not in state.synced)

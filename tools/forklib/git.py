@@ -137,6 +137,7 @@ class Repo:
             ("rebase-apply", "rebase"),
             ("MERGE_HEAD", "merge"),
             ("CHERRY_PICK_HEAD", "cherry-pick"),
+            ("sequencer", "cherry-pick"),  # of several, when one was committed by hand
             ("REVERT_HEAD", "revert"),
         ):
             if self.git_path(name).exists():

@@ -5,11 +5,12 @@ import fcntl
 import fnmatch
 import re
 import tomllib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from forklib.errors import ForkError
+from forklib.specs import Base, PatchSpec, Port, glob_pattern
 
 ADDED_ROOTS = ("megatron", "tests/support", "tests/unit_tests", "tests/functional_tests")
 # Left behind by editors, interpreters and merges; never part of the series.
@@ -17,44 +18,12 @@ _JUNK = ("__pycache__", ".*", "*.pyc", "*.so", "*~", "*.orig", "*.rej")
 
 
 @dataclass(frozen=True)
-class Base:
-    """The release the series patches."""
-
-    version: str
-    sdist: str
-    sha256: str
-    upstream_tag: str
-
-
-@dataclass(frozen=True)
-class PatchSpec:
-    """One `[[patch]]` table: position in the series (from 1), slug, globs of the files it adds."""
-
-    number: int
-    slug: str
-    adds: tuple[str, ...] = ()
-    _patterns: tuple[re.Pattern, ...] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        patterns = tuple(_glob_pattern(glob) for glob in self.adds)
-        object.__setattr__(self, "_patterns", patterns)
-
-    @property
-    def filename(self) -> str:
-        """Name of its file in patches/."""
-        return f"{self.number:04d}-{self.slug}.patch"
-
-    def owns(self, path: str) -> bool:
-        """Whether one of its globs matches the path."""
-        return any(pattern.fullmatch(path) for pattern in self._patterns)
-
-
-@dataclass(frozen=True)
 class Project:
-    """The repository of the fork.
+    """The repository of the fork, seen as its series or as one of its ports.
 
     Args:
         root: the folder that holds fork.toml.
+        port: None for the series itself.
     """
 
     root: Path
@@ -62,6 +31,7 @@ class Project:
     series_number: int
     pinned_tree: str
     patches: tuple[PatchSpec, ...]
+    port: Port | None = None
 
     @property
     def version(self) -> str:
@@ -74,14 +44,33 @@ class Project:
         return self.root / "build"
 
     @property
+    def pin(self) -> Path:
+        """The file that pins base and tree."""
+        return port_file(self.root, self.base.version) if self.port else self.root / "fork.toml"
+
+    @property
     def tree(self) -> Path:
         """The patched tree, a git repository."""
-        return self.build / "tree"
+        return self.build / (f"ports/{self.base.version}/tree" if self.port else "tree")
 
     @property
     def patches_dir(self) -> Path:
         """Folder of the exported series."""
-        return self.root / "patches"
+        return self.pin.parent / "patches"
+
+    @property
+    def patches_name(self) -> str:
+        """The same folder as messages name it."""
+        return self.patches_dir.relative_to(self.root).as_posix()
+
+    @property
+    def pin_name(self) -> str:
+        """The pin file as messages name it."""
+        return self.pin.relative_to(self.root).as_posix()
+
+    def make(self, target: str) -> str:
+        """The make command that a message advises."""
+        return f"make {target} PORT={self.base.version}" if self.port else f"make {target}"
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -107,11 +96,21 @@ class Project:
                 if path.is_symlink():
                     raise ForkError(f"expected a plain file, but {relative} is a link. Replace it.")
                 found[relative.as_posix()] = path
-        return found
+        return {name: path for name, path in found.items() if self._has(name)}
+
+    def _has(self, path: str) -> bool:
+        """Whether an added file is part of this port; the series itself has all of them."""
+        if not self.port:
+            return True
+        left_out = any(pattern.fullmatch(path) for pattern in self.port.files_left_out)
+        return not left_out and bool(self.owners(path))
 
     def owners(self, path: str) -> list[PatchSpec]:
         """The patches whose globs match an added file; exactly one is right."""
-        return [patch for patch in self.patches if patch.owns(path)]
+        found = [patch for patch in self.patches if patch.owns(path)]
+        # What a port's own patch adds is not for the patch that adds it in the series.
+        own = [patch for patch in found if self.port and patch.slug in self.port.own]
+        return own or found
 
     def ownership_problems(self) -> list[str]:
         """One line per added file that belongs to no patch or to several."""
@@ -127,30 +126,76 @@ class Project:
         return problems
 
 
-def load(root: Path) -> Project:
-    """Reads fork.toml.
+def load(root: Path, port: str | None = None) -> Project:
+    """Reads fork.toml and, for a port, its port.toml.
+
+    Args:
+        root: the folder that holds fork.toml.
+        port: release of a port; None: the series itself.
 
     Raises:
-        ForkError: the file is missing, is not TOML, or lacks a key.
+        ForkError: a file is missing, is not TOML, or lacks a key.
     """
-    path = root / "fork.toml"
+    fork = _read(root / "fork.toml", lambda data: _fork(root.resolve(), data))
+    if port is None:
+        return fork
+    return _read(port_file(fork.root, port), lambda data: _port(fork, data))
+
+
+def port_file(root: Path, version: str) -> Path:
+    """Where a port is pinned."""
+    return root / "ports" / version / "port.toml"
+
+
+def port_versions(root: Path) -> list[str]:
+    """The releases that have a port, newest first."""
+    found = [path.parent.name for path in (root / "ports").glob("*/port.toml")]
+    return sorted(found, key=lambda name: [int(n) for n in re.findall(r"\d+", name)], reverse=True)
+
+
+def _fork(root: Path, data: dict) -> Project:
+    """The series itself, from fork.toml."""
+    specs = tuple(
+        PatchSpec(number, table["slug"], tuple(table.get("adds", ())))
+        for number, table in enumerate(data.get("patch", ()), start=1)
+    )
+    series = data["series"]
+    return Project(root, _base(data), series["number"], series.get("tree", ""), specs)
+
+
+def _port(fork: Project, data: dict) -> Project:
+    """A port: patches of its own, then those of the series that were ported, numbered anew."""
+    tables = data.get("left-out", ())
+    globs = [glob for table in tables for glob in table.get("files", ())]
+    port = Port(
+        dict(data.get("ported", {})),
+        {table["patch"]: table["reason"] for table in tables if "patch" in table},
+        tuple(glob_pattern(glob) for glob in globs),
+        {table["slug"]: table["before"] for table in data.get("patch", ())},
+    )
+    adds = {spec.slug: spec.adds for spec in fork.patches}
+    adds |= {table["slug"]: tuple(table.get("adds", ())) for table in data.get("patch", ())}
+    slugs = port.order(spec.slug for spec in fork.patches if spec.slug in port.ported)
+    specs = tuple(PatchSpec(n, slug, adds[slug]) for n, slug in enumerate(slugs, start=1))
+    pinned = data["series"].get("tree", "")
+    return Project(fork.root, _base(data), fork.series_number, pinned, specs, port)
+
+
+def _base(data: dict) -> Base:
+    return Base(**{key: data["base"][key] for key in Base.__dataclass_fields__})
+
+
+def _read(path: Path, build: Callable[[dict], Project]) -> Project:
+    """Builds a project from a TOML file; what is wrong with the file becomes a ForkError."""
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-        base = Base(**{key: data["base"][key] for key in Base.__dataclass_fields__})
-        patches = tuple(
-            PatchSpec(number, table["slug"], tuple(table.get("adds", ())))
-            for number, table in enumerate(data.get("patch", ()), start=1)
-        )
-        project = Project(
-            root.resolve(), base, data["series"]["number"], data["series"].get("tree", ""), patches
-        )
+        project = build(tomllib.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise ForkError(f"expected {path}, which does not exist.") from error
     except tomllib.TOMLDecodeError as error:
         raise ForkError(f"{path} is not valid TOML: {error}.") from error
     except KeyError as error:
         raise ForkError(f"{path} lacks the key {error}.") from error
-    slugs = [patch.slug for patch in patches]
+    slugs = [patch.slug for patch in project.patches]
     for slug in slugs:
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", slug):
             raise ForkError(f"{path}: expected a slug of a-z, 0-9 and dashes, but got {slug!r}.")
@@ -159,19 +204,11 @@ def load(root: Path) -> Project:
     return project
 
 
-def write_value(root: Path, key: str, value: str) -> None:
-    """Replaces the string value of a key that occurs once in fork.toml, keeping everything else."""
-    path = root / "fork.toml"
+def write_value(path: Path, key: str, value: str) -> None:
+    """Replaces the string value of a key that occurs once in a TOML file, keeping all else."""
     text = path.read_text(encoding="utf-8")
     new, count = re.subn(rf'(?m)^({re.escape(key)}\s*=\s*)"[^"]*"', rf'\g<1>"{value}"', text)
     if count != 1:
         raise ForkError(f'{path}: expected exactly one line `{key} = "..."`, but found {count}.')
     if new != text:
         path.write_text(new, encoding="utf-8")
-
-
-def _glob_pattern(glob: str) -> re.Pattern:
-    """`**` spans folders, `*` and `?` stay inside one."""
-    parts = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-    tokens = re.split(r"(\*\*/|\*\*|\*|\?)", glob)
-    return re.compile("".join(parts.get(token) or re.escape(token) for token in tokens))

@@ -121,8 +121,8 @@ def adopt(project: Project, version: str) -> None:
     for spec in dropped:
         _drop_table(project, spec.slug)
     for key, value in (("version", version), ("sdist", trial.sdist), ("sha256", trial.sha256)):
-        projects.write_value(project.root, key, value)
-    projects.write_value(project.root, "upstream_tag", f"core_v{version}")
+        projects.write_value(project.pin, key, value)
+    projects.write_value(project.pin, "upstream_tag", f"core_v{version}")
     repo.path.rename(project.tree)
     head = Repo(project.tree).line("rev-parse", "HEAD")
     tree.State(trial.sha256, head, tree.digest(project)).write(project.tree)

@@ -34,6 +34,9 @@ def obtain(project: Project) -> Path:
         path = Path(override).expanduser().resolve()
         if path.is_dir():
             path = path / project.base.sdist
+        elif project.port:
+            # The variable names the sdist of the series; those of the ports lie beside it.
+            path = path.with_name(project.base.sdist)
         if not path.is_file():
             raise ForkError(
                 f"{OVERRIDE} must name {project.base.sdist}, but {path} is no file."
@@ -47,7 +50,7 @@ def obtain(project: Project) -> Path:
             names = ", ".join(sorted(p.name for p in path.parent.iterdir())) or "nothing"
             raise ForkError(
                 f"expected the package index to serve {project.base.sdist}, but got: {names}."
-                " Correct `sdist` in fork.toml."
+                f" Correct `sdist` in {project.pin_name}."
             )
     verify(path, project)
     return path
@@ -58,9 +61,9 @@ def verify(path: Path, project: Project) -> None:
     came = sha256(path)
     if came != project.base.sha256:
         raise ForkError(
-            f"sdist hash differs: fork.toml pins {project.base.sha256} for {project.base.sdist},"
-            f" but {path} has {came}. If fork.toml is right, the file is damaged or is another"
-            " release: delete it and run again."
+            f"sdist hash differs: {project.pin_name} pins {project.base.sha256} for"
+            f" {project.base.sdist}, but {path} has {came}. If {project.pin_name} is right, the"
+            " file is damaged or is another release: delete it and run again."
         )
 
 

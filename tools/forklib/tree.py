@@ -81,7 +81,7 @@ def open_tree(project: Project) -> tuple[Repo, State]:
         ForkError: it does not exist, is in the middle of a git operation, or on another branch.
     """
     if not project.tree.exists():
-        raise ForkError(f"{project.tree} does not exist. Make it first: make tree")
+        raise ForkError(f"{project.tree} does not exist. Make it first: {project.make('tree')}")
     state = State.read(project.tree)
     repo = Repo(project.tree)
     busy = repo.busy()
@@ -147,6 +147,7 @@ def _build(project: Project) -> None:
         repo("config", "user.name", IDENTITY["GIT_AUTHOR_NAME"])
         repo("config", "user.email", IDENTITY["GIT_AUTHOR_EMAIL"])
     State(project.base.sha256, head, digest(project)).write(fresh)
+    project.tree.parent.mkdir(parents=True, exist_ok=True)
     fresh.rename(project.tree)
     print(f"applied {len(project.patch_files())} patches on megatron-core {project.base.version}")
 
@@ -162,8 +163,8 @@ def _refresh(project: Project) -> None:
     if found.head != state.exported_head or found.edited:
         what = "commits that were not exported" if not found.edited else "uncommitted edits"
         raise ForkError(
-            f"patches/ or the base changed, but {project.tree} holds {what}; making it anew would"
-            f" throw them away. Keep them (commit, then git -C {project.tree} format-patch"
+            f"{project.patches_name}/ or the base changed, but {project.tree} holds {what};"
+            f" making it anew would throw them away. Keep them (commit, then git -C {project.tree} format-patch"
             f" {state.exported_head[:12]}), or drop them:"
             f" git -C {project.tree} reset --hard {state.exported_head[:12]}"
         )
@@ -207,7 +208,7 @@ def sync(project: Project) -> None:
         lines = "\n".join(f"  {path}" for path in foreign)
         raise ForkError(
             f"these added files were edited in {project.tree}, but their truth is the copy in"
-            f" {project.root}:\n{lines}\nCopy the edit there, or delete the file in build/tree."
+            f" {project.root}:\n{lines}\nCopy the edit there, or delete the file there."
         )
     for path, content in todo.items():
         there = project.tree / path
@@ -216,7 +217,7 @@ def sync(project: Project) -> None:
         there.chmod(0o755 if added[path].stat().st_mode & 0o100 else 0o644)
     gone = _remove_deleted(project, repo, state, head)
     if todo or gone:
-        print(f"added files: {len(todo)} copied to build/tree, {gone} removed")
+        print(f"added files: {len(todo)} copied to {project.tree}, {gone} removed")
     state.write(project.tree)
 
 

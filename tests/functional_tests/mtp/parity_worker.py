@@ -29,6 +29,7 @@ from tests.support import (
     thd_batch,
     worst_difference,
 )
+from tests.support.release import counts_acceptance, derives_targets
 from tests.support.worker import main
 
 MASKS = ("full", "prompt", "one-hot", "empty")
@@ -103,7 +104,8 @@ def grid(name: str) -> Iterator[Case]:
     for per_token, repeated in itertools.product((False, True), repeat=2):
         for layout, mask in itertools.product(LAYOUTS, MASKS):
             yield Case("hybrid", layout, mask, per_token, 2, repeated, detached=repeated)
-    for per_token, variant, layout in itertools.product((False, True), VARIANTS, LAYOUTS):
+    variants = [v for v in VARIANTS if v != "no-labels" or derives_targets()]
+    for per_token, variant, layout in itertools.product((False, True), variants, LAYOUTS):
         yield Case("gpt", layout, "prompt", per_token, 2, False, detached=False, variant=variant)
 
 
@@ -158,12 +160,28 @@ def _outcome(model, case: Case, groups, reduce: bool) -> Outcome:
     gradients = grads_by_name(model)
     if reduce:
         gradients = _reduced(gradients, groups.cp, average=not case.per_token)
-        MTPLossLoggingHelper.reduce_metrics_in_tracker()
-    metrics = {
-        name: MTPLossLoggingHelper.tracker[f"{name}_values"].cpu().clone()
-        for name in ("loss", "correct", "total")
-    }
+    metrics = _metrics(model, groups.cp if reduce else None)
     return Outcome({n: g.cpu() for n, g in gradients.items()}, metrics)
+
+
+def _metrics(model, group) -> dict[str, torch.Tensor]:
+    """Per depth: loss, right predictions, all predictions; reduced over a group unless None."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    if counts_acceptance():
+        if group is not None:
+            MTPLossLoggingHelper.reduce_metrics_in_tracker()
+        tracker = MTPLossLoggingHelper.tracker
+        names = ("loss", "correct", "total")
+        return {name: tracker[f"{name}_values"].cpu().clone() for name in names}
+    from megatron.core.transformer.mtp_objective.metrics import MetricSums
+
+    model_sums = MetricSums.of(model)
+    sums, model_sums.sums = model_sums.sums, None
+    if group is not None:
+        dist.all_reduce(sums, group=group)
+    loss, weight, correct, total = sums[:-2].cpu().view(-1, 4).unbind(1)
+    return {"loss": loss / weight.clamp(min=1), "correct": correct, "total": total}
 
 
 def _main_losses(model, case: Case, part: Batch, cp: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ import importlib.util
 
 import torch
 
+from tests.support.release import hybrid_block
 from tests.support.standin._replace import replace
 
 
@@ -46,7 +47,6 @@ def _install_torch_norms() -> None:
     Upstream's wrapper asserts that sequence parallelism is off. The gradient of a norm weight is
     then only a partial sum, which finalize_model_grads completes for parameters tagged so.
     """
-    from megatron.core.models.hybrid import hybrid_block
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     original = WrappedTorchNorm.__new__
@@ -61,7 +61,7 @@ def _install_torch_norms() -> None:
         return norm
 
     WrappedTorchNorm.__new__ = staticmethod(new)
-    hybrid_block.TENorm = WrappedTorchNorm
+    hybrid_block().TENorm = WrappedTorchNorm
 
 
 def _install_inference_check() -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.support import checkpoints, prepare, run_ranks
 from tests.support.checkpoints import Setting, contents, differing, rewrite, write
 from tests.support.claims import supports
-from tests.support.unpatched import NoUnpatchedTree, run_in_tree, unpatched_tree
+from tests.support.unpatched import NoUnpatchedTree, faulty_tree, run_in_tree
 
 prepare()
 
@@ -67,7 +67,7 @@ def test_a_run_that_went_through_another_layout_continues_bit_for_bit(tmp_path, 
 def unpatched(tmp_path_factory) -> Path:
     """A tree without the series."""
     try:
-        return unpatched_tree(tmp_path_factory.mktemp("tree"))
+        return faulty_tree(tmp_path_factory.mktemp("tree"))
     except NoUnpatchedTree as reason:
         pytest.skip(str(reason))
 

@@ -25,6 +25,7 @@ from tests.support import (
 )
 from tests.support.attention import ReferenceAttention
 from tests.support.objective import nonzero, step_gradients
+from tests.support.release import release, require_derived_targets
 
 prepare()
 
@@ -111,6 +112,7 @@ def test_the_same_check_finds_the_leak_of_heads_that_are_not_isolated(family, ti
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
 def test_without_labels_isolated_heads_train_themselves_and_nothing_else(family, layout):
     # What an RL trainer calls today: logits only, with targets derived from the input.
+    require_derived_targets()
     given = dict(labels=None, loss_mask=None)
     gradients = step_gradients(isolated_model(family), batch_of(layout), **given)
     assert nonzero(gradients) == mtp_names(gradients)
@@ -188,7 +190,8 @@ def test_attention_of_every_layer_and_depth_runs_again_when_it_is_recomputed(
     step_gradients(model, batch_of(), main_weight=1.0)
     assert len(calls) == len(attentions) == 4  # 2 decoder layers, 2 depths
     if (family, recompute) == ("hybrid", "full"):  # a hybrid head is checkpointed within itself
-        assert min(calls.values()) == times
+        # Up to 0.17 the decoder's stack does not recompute.
+        assert min(calls.values()) == (times if release() >= (0, 18) else 1)
     else:
         assert set(calls.values()) == {times}
 

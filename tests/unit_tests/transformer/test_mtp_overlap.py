@@ -24,7 +24,8 @@ from tests.support.claims import supports
 from tests.support.objective import nonzero, step_gradients
 from tests.support.overlap import overlap_spec, plan_gradients
 from tests.support.pipeline import build_stages, schedule_gradients, world_options
-from tests.support.unpatched import NoUnpatchedTree, run_in_tree, unpatched_tree
+from tests.support.release import require_derived_targets, require_overlap_on_one_stage
+from tests.support.unpatched import NoUnpatchedTree, faulty_tree, run_in_tree
 
 prepare()
 
@@ -78,6 +79,9 @@ def _compare_calls(isolated, tied):
 @pytest.mark.parametrize("isolated", [False, True], ids=["attached", "isolated"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_schedule_plan_gives_the_gradients_of_forward(tied, isolated, call):
+    require_overlap_on_one_stage()
+    if call == "no labels":
+        require_derived_targets()
     cut = CALLS[call].get("mtp_isolated_loss", isolated)
     for rank in _every_call(isolated, tied):
         for weight in (0.0, 1.0):
@@ -111,6 +115,8 @@ def _through_the_schedule(pp, ep, isolated, per_token, overrides, **forward):
 @pytest.mark.parametrize("per_token", [False, True], ids=["mean", "per-token"])
 def test_the_combined_schedule_agrees_with_one_rank(per_token, isolated, schedule):
     pp, overrides = SCHEDULES[schedule]
+    if pp == 1:
+        require_overlap_on_one_stage()
     want = _through_the_schedule(1, 1, isolated, per_token, {})
     got = run_ranks(_through_the_schedule, 2 * pp, pp, 2, isolated, per_token, overrides)[0]
     assert worst_difference(got, want)[0] <= 1e-12
@@ -118,7 +124,7 @@ def test_the_combined_schedule_agrees_with_one_rank(per_token, isolated, schedul
 
 def test_the_unpatched_release_leaks_into_the_backbone_and_shifts_the_targets_twice(tmp_path):
     try:
-        tree = unpatched_tree(tmp_path / "unpatched")
+        tree = faulty_tree(tmp_path / "unpatched")
     except NoUnpatchedTree as reason:
         pytest.skip(str(reason))
     run_in_tree(tree, Path(overlap.__file__), [tmp_path / "found.pt"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import ddp_faults, prepare
-from tests.support.unpatched import NoUnpatchedTree, run_in_tree, unpatched_tree
+from tests.support.unpatched import NoUnpatchedTree, faulty_tree, run_in_tree
 
 prepare()
 
@@ -26,7 +26,7 @@ UPSTREAM = {
 def unpatched(tmp_path_factory):
     directory = tmp_path_factory.mktemp("unpatched")
     try:
-        tree = unpatched_tree(directory / "tree")
+        tree = faulty_tree(directory / "tree")
     except NoUnpatchedTree as error:
         pytest.skip(str(error))
     run_in_tree(tree, Path(ddp_faults.__file__), [directory / "outcomes.json"])

@@ -10,6 +10,7 @@ from tests.support import worst_difference
 from tests.support.claims import supports
 from tests.support.objective import nonzero, step_gradients
 from tests.support.parallel_faults import padding_mask
+from tests.support.release import require_padding_mask
 from tests.support.rows import look_ahead
 from tests.support.split import Comparison, SplitCase, heads_of
 
@@ -35,6 +36,7 @@ def one_rank():
 def test_every_head_routes_with_the_mask_of_the_tokens_it_reads(one_rank, family):
     """Head k reads the tokens k further on; behind the end of the row upstream takes none for
     padding."""
+    require_padding_mask()
     model, seen = build(family), []
     routers = [module for name, module in model.mtp.named_modules() if name.endswith("router")]
     for router in routers:
@@ -47,6 +49,7 @@ def test_every_head_routes_with_the_mask_of_the_tokens_it_reads(one_rank, family
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_mask_changes_what_the_experts_of_the_heads_learn(one_rank, family):
+    require_padding_mask()
     model = build(family)
     without = step_gradients(model, bshd_batch(2, 8))
     masked = step_gradients(model, bshd_batch(2, 8), padding_mask=padding_mask())

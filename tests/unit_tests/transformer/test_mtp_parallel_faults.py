@@ -10,14 +10,15 @@ import pytest
 
 from tests.support import parallel_faults, prepare
 from tests.support.parallel_faults import PASSES
-from tests.support.unpatched import NoUnpatchedTree, run_in_tree, unpatched_tree
+from tests.support.release import release
+from tests.support.unpatched import NoUnpatchedTree, faulty_tree, run_in_tree
 
 prepare()
 
 
 def test_the_unpatched_release_fails(tmp_path):
     try:
-        tree = unpatched_tree(tmp_path / "tree")
+        tree = faulty_tree(tmp_path / "tree")
     except NoUnpatchedTree as error:
         pytest.skip(str(error))
     run_in_tree(tree, Path(parallel_faults.__file__), [tmp_path / "outcomes.json"])
@@ -32,6 +33,7 @@ def test_the_unpatched_release_fails(tmp_path):
 def test_here_it_passes():
     found = parallel_faults.outcomes()
     assert found["shifted parts"] <= 1e-12
-    assert found["hybrid heads"] > 0.1
+    if release() >= (0, 18):  # before, heads get no mask
+        assert found["hybrid heads"] > 0.1
     assert found["hybrid parts"] == found["dynamic group"] == PASSES
     assert found["handed bias"] is True

@@ -11,6 +11,7 @@ import torch
 from hypothesis import strategies as st
 
 from tests.support import device, load_packed_targets, prepare, zigzag_indices
+from tests.support.release import release
 from tests.support.rows import PackedRow, draw_row, packed_seq_params, supervised_counts
 
 prepare()
@@ -118,7 +119,8 @@ def test_position_ids_and_padding_mask_roll_inside_padded_boundaries():
     is_padding = row_of([0, 0, 0, 1, 0, 0, 1, 1], torch.bool)
     rolled, total = roll_tensor(is_padding, packed_seq_params=params)
     assert rolled.dtype == torch.bool and not rolled.any() and total == 0
-    assert roll_tensor(None, packed_seq_params=params) == (None, None)
+    if release() >= (0, 19):
+        assert roll_tensor(None, packed_seq_params=params) == (None, None)
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -18,6 +18,7 @@ from tests.support import (
     shard,
     thd_batch,
 )
+from tests.support.release import require_padding_mask
 
 prepare()
 
@@ -46,6 +47,7 @@ def masks_at_the_routers(cp=1):
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_behind_the_end_of_a_padded_sequence_lies_padding_at_every_depth(cp):
+    require_padding_mask()
     # Depth k embeds the token k ahead, which the last k tokens of a sequence do not have.
     want = [
         PADDING[0],
@@ -60,6 +62,7 @@ def test_behind_the_end_of_a_padded_sequence_lies_padding_at_every_depth(cp):
 
 
 def test_without_padded_boundaries_the_mask_rolls_as_upstreams():
+    require_padding_mask()
     seen = []
     with parallel_world():
         model = build_model(ModelSpec(num_experts=4))

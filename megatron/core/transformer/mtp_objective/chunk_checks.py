@@ -59,7 +59,8 @@ def check_chunked_head(
             f"layer itself, got {type(output_layer).__name__}, whose forward it would leave out: "
             f"{_INSTEAD}"
         )
-    if output_layer.bias is not None or output_layer.gtp_remat_size > 1:
+    # Older releases do not know GTP.
+    if output_layer.bias is not None or getattr(output_layer, "gtp_remat_size", 1) > 1:
         found = "a bias" if output_layer.bias is not None else "a weight sharded by GTP"
         raise ValueError(f"mtp_loss_chunk_size > 0 knows no output layer with {found}: {_INSTEAD}")
     for weight in (output_layer.weight, output_weight):
