@@ -14,6 +14,7 @@ _READING = (
     torch.Tensor.__int__,
     torch.Tensor.__float__,
     torch.Tensor.__index__,
+    torch.Tensor.new_tensor,  # copies from the host's pageable memory, and waits for it
 )
 
 
@@ -43,7 +44,7 @@ class HostSyncs(TorchDispatchMode):
 
 
 class _Reads(TorchFunctionMode):
-    """Reads of a tensor in Python, which on the CPU are no tensor operation."""
+    """Reads of a tensor in Python and copies to it, which on the CPU are no tensor operation."""
 
     def __init__(self, names: list[str]):
         super().__init__()

@@ -3,6 +3,7 @@
     python -m pytest tests/unit_tests/transformer/test_mtp_chunked.py
 """
 
+import contextlib
 import math
 
 import pytest
@@ -149,6 +150,34 @@ def test_tiny_weights_do_not_vanish_in_half_precision():
     double[1].requires_grad_()
     want = gradients(reference(*double, labels, tiny), *double, 1e12)
     assert all(relative_error(one, other) <= 1e-2 for one, other in zip(got, want))
+
+
+class NumbersTakeTheDtype(TorchDispatchMode):
+    """Rounds a tensor without dimensions to the dtype of what it multiplies, as a GPU does."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("mul", "mul_") and isinstance(args[1], torch.Tensor):
+            if args[0].dim() > 0 and args[1].dim() == 0:
+                args = args[0], args[1].to(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "dtype, incoming",
+    [(torch.bfloat16, 1 / 3), (torch.float16, 2.0**18)],
+    ids=["one of three microbatches", "a loss scale that float16 cannot hold"],
+)
+def test_the_factor_that_backward_brings_is_not_rounded_to_half_precision(dtype, incoming):
+    hidden, weight, labels, weights = problem(0.6, dtype)
+    weight = weight.detach() * 2**-12  # small gradients, which fit float16 when multiplied
+    weights = [w / w.amax() for w in weights]
+    rows, found = depth_rows(labels, weights), []
+    for mode in (contextlib.nullcontext(), NumbersTakeTheDtype()):
+        objective, *_ = chunked_cross_entropy(hidden, rows, Head(weight, 8))
+        with mode:
+            found.append(torch.autograd.grad(objective, hidden, torch.full_like(objective, incoming)))
+    for want, got in zip(*found):
+        assert want.isfinite().all() and want.any() and torch.equal(got, want)
 
 
 class LargestOutput(TorchDispatchMode):

@@ -139,6 +139,14 @@ def test_a_bad_chunk_size_is_refused_when_the_config_is_made(size):
         )
 
 
+@pytest.mark.parametrize("size", [-1, True, "64"])
+def test_a_bad_chunk_size_set_after_construction_is_refused_by_the_next_forward(world, size):
+    model = build_model(SPEC)
+    model.config.mtp_loss_chunk_size = size
+    with pytest.raises(ValueError, match="mtp_loss_chunk_size must be an integer ≥ 0.*got "):
+        model(**bshd_batch(2, 8).forward_kwargs())
+
+
 def test_deferred_weight_gradients_are_refused_when_the_config_is_made():
     with pytest.raises(ValueError, match="defer_embedding_wgrad_compute.*mtp_loss_chunk_size=0"):
         TransformerConfig(

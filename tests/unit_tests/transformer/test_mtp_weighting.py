@@ -21,6 +21,7 @@ from tests.support import (
     shard,
     worst_difference,
 )
+from tests.support.host_sync import HostSyncs
 from tests.support.objective import nonzero, step_gradients
 from tests.support.rows import packed_seq_params
 
@@ -192,3 +193,11 @@ def test_what_cannot_be_weighed_is_refused(microbatches, weighting, divisor, tex
     batches = [Targets(torch.ones(1, 4, dtype=torch.int64))] * microbatches
     with pytest.raises(ValueError, match=text):
         weigh_microbatches(batches, weighting, num_depths=1, gradient_divisor=divisor)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+def test_weighing_makes_the_host_wait_for_nothing(weighting):
+    labels = torch.arange(LENGTH, device=device()).view(1, -1)
+    with HostSyncs() as syncs:
+        weigh_microbatches([Targets(labels)] * 3, weighting, num_depths=DEPTHS)
+    assert syncs.names == []

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Callable, Optional, Sequence
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.mtp_objective.chunk_checks import check_chunked_head
+from megatron.core.transformer.mtp_objective.chunk_checks import (
+    check_chunked_head,
+    check_chunking_config,
+)
 from megatron.core.transformer.mtp_objective.chunk_workspace import Head
 from megatron.core.transformer.mtp_objective.chunked import DepthRows, chunked_cross_entropy
 from megatron.core.transformer.mtp_objective.host_counts import HostCounts
@@ -67,9 +70,10 @@ def chunked_objective(
         scale_logits_fn, compute_language_model_loss: the model's own, None like the usual one.
 
     Raises:
-        ValueError: the head is one that cannot be chunked, or its hidden states do not have the
-            targets' positions.
+        ValueError: the configuration or the head is one that cannot be chunked, or the hidden
+            states do not have the targets' positions.
     """
+    check_chunking_config(config)  # Again: a field may have been set since the model was built.
     check_chunked_head(output_layer, output_weight, scale_logits_fn, compute_language_model_loss)
     _run_forward_pre_hooks(output_layer, output_weight)
     weight = output_layer.weight if output_weight is None else output_weight

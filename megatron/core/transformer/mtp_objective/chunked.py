@@ -105,7 +105,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             )
         weight_gradient_VH, hidden_gradients = ctx.gradients
         ctx.gradients = None
-        scale = ctx.unit * grad_objective
+        # Of one dimension: a number without any takes the gradients' own dtype on a GPU, which would
+        # round it, or overflow float16, before it multiplies.
+        scale = (ctx.unit * grad_objective).view(1)
         for gradient_SBH in hidden_gradients:
             if gradient_SBH is not None:
                 gradient_SBH.mul_(scale)

@@ -112,7 +112,7 @@ def weigh_microbatches(
             steps = [_sum_over(dp_cp_group, sums.sum(dim=0))] * len(masks)
         else:
             ranks = 1 if cp_group is None else cp_group.size()
-            number = _sum_over(dp_cp_group, sums.new_tensor(len(masks) / ranks))
+            number = _sum_over(dp_cp_group, sums.new_full((), len(masks) / ranks))
             steps = list(_sum_over(cp_group, sums).clamp(min=1) * number)
     return [
         WeighedTargets(mask, normalizer.clamp(min=1) / gradient_divisor)
