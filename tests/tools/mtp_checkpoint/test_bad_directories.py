@@ -89,6 +89,20 @@ def test_a_second_layer_of_the_head_is_not_ignored(damaged):
     assert "mtp.layers.1.input_layernorm.weight is of the head" in refusal(damaged)
 
 
+@pytest.mark.parametrize(
+    "family, beside, key",
+    [
+        ("mimo", "model.mtp_layers.0.input_layernorm.weight", "model.mtp_layers.1."),
+        ("deepseek_v3", "model.layers.2.enorm.weight", "model.layers.3."),
+    ],
+)
+def test_a_further_layer_beside_the_heads_own_is_not_ignored(tiny, tmp_path, family, beside, key):
+    path = copy_of(tiny(family), tmp_path / "damaged")
+    key += "input_layernorm.weight"
+    set_tensor(path, key, torch.zeros(64), beside=beside)
+    assert f"{key} is of a further layer of the head" in refusal(path)
+
+
 def test_a_wrong_shape_is_named_with_the_expected_one(damaged):
     set_tensor(damaged, NORM, torch.zeros(63, dtype=torch.bfloat16))
     assert f"{NORM} has shape (63,), config.json asks for (64,)" in refusal(damaged)

@@ -112,4 +112,6 @@ def test_another_number_of_ranks_than_torchruns_is_refused(capsys, tiny, tmp_pat
     arguments = ("import", tiny(), "--out", tmp_path / "out", "--expert-parallel-size", 2)
     status, _, error = run(capsys, *arguments)
     assert status == 2 and "--expert-parallel-size is 2 but there are 4 ranks" in error
+    status, _, error = run(capsys, *arguments[:-2])
+    assert status == 2 and "this runs on one rank, but there are 4: start it without" in error
     assert list(tmp_path.iterdir()) == []

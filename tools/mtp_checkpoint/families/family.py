@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.rules import Dims, Entry, Rule, expand
 from tools.mtp_checkpoint.source import DTYPES, HFDirectory, dtype_problem
-
 
 _ROWS = 8192  # compared at a time
 
@@ -181,6 +181,7 @@ class Family:
         allowed = shapes.keys() | self.copied_keys(directory).keys()
         extra = [k for k in directory.tensors if k.startswith(prefix) and k not in allowed]
         problems += _some(extra, "of the head but not known to this tool")
+        problems += _some(_further_layers(prefix, directory.tensors), "of a further layer of the head")
         for key, shape in shapes.items():
             info = directory.tensors.get(key)
             if info is not None and info.shape != shape:
@@ -188,6 +189,15 @@ class Family:
             if info is not None and info.dtype not in DTYPES:
                 problems.append(dtype_problem(info))
         return problems
+
+
+def _further_layers(prefix: str, keys: Iterable[str]) -> list[str]:
+    """Keys under the number that follows the one at the end of ``prefix``, or a later one."""
+    stem = re.fullmatch(r"(.*\.)(\d+)\.", prefix)
+    if stem is None:
+        return []
+    number = re.compile(re.escape(stem[1]) + r"(\d+)\.")
+    return [k for k in keys if (found := number.match(k)) and int(found[1]) > int(stem[2])]
 
 
 class _Fields(dict):
