@@ -42,7 +42,7 @@ def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
     """Read mtp_head.json.
 
     Raises:
-        CheckpointError: There is none, or it is of another version.
+        CheckpointError: There is none, it is of another version, or something in it is missing.
     """
     path = Path(checkpoint) / MANIFEST
     try:
@@ -53,9 +53,17 @@ def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
         ) from error
     except ValueError as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
     if found.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
             f"{path} is of version {found.get('format_version')}, this tool reads {FORMAT_VERSION}"
+        )
+    known = isinstance(found.get("text_config"), dict) and isinstance(found.get("family"), str)
+    if not known or found.get("dtype") not in DTYPES:
+        raise CheckpointError(
+            f"{path}: expected a family, a text_config and a dtype, {' or '.join(DTYPES)}; "
+            "import the head again"
         )
     return found
 

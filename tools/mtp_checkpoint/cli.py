@@ -183,6 +183,8 @@ def _run_import(options: argparse.Namespace) -> int:
 def _run_verify(options: argparse.Namespace) -> int:
     from tools.mtp_checkpoint import launch
 
+    launch.require_one_rank("verify")
+    _check_report(options.json)
     launch.on_cpu()
     from tools.mtp_checkpoint import verifying
 
@@ -192,6 +194,8 @@ def _run_verify(options: argparse.Namespace) -> int:
 def _run_export(options: argparse.Namespace) -> int:
     from tools.mtp_checkpoint import launch
 
+    launch.require_one_rank("export")
+    _check_report(options.report, options.out)
     launch.on_cpu()
     from tools.mtp_checkpoint.checkpoint import write_json
     from tools.mtp_checkpoint.export_report import export_table
@@ -206,6 +210,14 @@ def _run_export(options: argparse.Namespace) -> int:
         write_json(options.report, report.to_json())
     print(f"done: {options.out}, read and imported again")
     return EXIT_OK
+
+
+def _check_report(report: Path | None, *made: Path) -> None:
+    """Refuse a file that cannot be written before the work is done, and not after."""
+    if report is None or report.parent in made:
+        return
+    if report.is_dir() or not report.absolute().parent.is_dir():
+        raise CheckpointError(f"{report}: expected the name of a file in a directory that exists")
 
 
 def _complain(message: str) -> None:

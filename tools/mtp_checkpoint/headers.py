@@ -70,6 +70,8 @@ def read_header(path: Path, name: str) -> Header:
         pairs = json.loads(raw[_LENGTH.size :], object_pairs_hook=_Pairs)
     except ValueError as error:
         raise CheckpointError(f"{name}: not a safetensors file, its header is no JSON") from error
+    if not isinstance(pairs, _Pairs):
+        raise CheckpointError(f"{name}: not a safetensors file, its header is no JSON object")
     counts = Counter(key for key, _ in pairs)
     if doubled := sorted(key for key, count in counts.items() if count > 1):
         raise CheckpointError(f"{name}: the header names {', '.join(doubled[:3])} more than once")

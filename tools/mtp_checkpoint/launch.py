@@ -39,7 +39,22 @@ def is_first_rank() -> bool:
 
 def shared_token() -> str:
     """A name part that is the same on all ranks of this run, and on no other run's."""
-    return os.environ.get("TORCHELASTIC_RUN_ID") if under_torchrun() else str(os.getpid())
+    if not under_torchrun():
+        return str(os.getpid())
+    return f"{os.environ.get('TORCHELASTIC_RUN_ID', 'run')}-{os.environ.get('MASTER_PORT', '')}"
+
+
+def require_one_rank(verb: str) -> None:
+    """Refuse ranks that have nothing to do.
+
+    Raises:
+        CheckpointError: torchrun has started more than one.
+    """
+    if under_torchrun() and (world := int(os.environ["WORLD_SIZE"])) > 1:
+        raise CheckpointError(
+            f"{verb} works on one rank, whatever the expert-parallel size of the checkpoint, but "
+            f"there are {world}; start it without torchrun"
+        )
 
 
 def on_cpu() -> None:

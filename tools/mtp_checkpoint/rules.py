@@ -66,7 +66,7 @@ class SwapHalves:
 
 @dataclass(frozen=True)
 class GroupedQKV:
-    """Sources q, k, v (weights or biases); the parameter holds [queries, (gates), k, v] per KV group.
+    """Sources q, k, v, weights or biases; the target holds [queries, (gates), k, v] per KV group.
 
     With A attention heads in G groups of head dimension D, a group takes A/G queries of D rows, as
     many gates if the attention output is gated, one key and one value. A gated ``q_proj`` holds,

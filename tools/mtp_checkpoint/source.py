@@ -64,8 +64,10 @@ class HFDirectory:
         """
         path = Path(path)
         config = _read_json(path, "config.json", path.is_dir())
-        problems = [*_pickles(path), *_quantisation(config)]
+        problems = [*_pickles(path), *_broken_links(path), *_quantisation(config)]
         index = _read_json(path, INDEX, True) if (path / INDEX).exists() else None
+        if index is not None:
+            _check_index(path / INDEX, index)
         headers, unreadable = _read_headers(path, index)
         tensors, doubled = _collect(headers)
         problems += unreadable + doubled
@@ -79,8 +81,7 @@ class HFDirectory:
     @property
     def text_config(self) -> dict[str, Any]:
         """The part of the configuration that describes the language model."""
-        nested = self.config.get("text_config")
-        return nested if isinstance(nested, dict) else self.config
+        return text_config_of(self.config)
 
     def read(self, key: str) -> torch.Tensor:
         """Return one tensor, on the CPU, in its own dtype.
@@ -94,6 +95,12 @@ class HFDirectory:
         """Return rows ``start`` to ``stop`` of the first dimension, and read nothing else."""
         with safe_open(self.path / self.tensors[key].file, framework="pt") as file:
             return file.get_slice(key)[start:stop]
+
+
+def text_config_of(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config.json, nested or flat."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
 
 
 def torch_dtype(info: TensorInfo) -> torch.dtype:
@@ -140,6 +147,26 @@ def _pickles(path: Path) -> list[str]:
     ]
 
 
+def _broken_links(path: Path) -> list[str]:
+    """Files of a hub's cache are links; what they point to can have been removed."""
+    found = sorted(
+        str(file.relative_to(path))
+        for file in path.rglob("*")
+        if file.is_symlink() and not file.exists()
+    )
+    if not found:
+        return []
+    return [f"broken links: {', '.join(found[:3])} ({len(found)} in all); download them again"]
+
+
+def _check_index(path: Path, index: dict[str, Any]) -> None:
+    found = index.get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise CheckpointError(f"{path}: expected a weight_map from keys to names of files")
+    if not isinstance(index.get("metadata") or {}, dict):
+        raise CheckpointError(f"{path}: expected metadata to be a JSON object")
+
+
 def _quantised(how: str) -> str:
     return (
         f"the checkpoint is quantised: {how}. A head is trained in float32 or bfloat16; use the "
@@ -148,7 +175,7 @@ def _quantised(how: str) -> str:
 
 
 def _quantisation(config: dict[str, Any]) -> list[str]:
-    nested = config.get("text_config") or {}
+    nested = text_config_of(config)
     found = config.get("quantization_config") or nested.get("quantization_config")
     if not found:
         return []
@@ -158,8 +185,9 @@ def _quantisation(config: dict[str, Any]) -> list[str]:
 
 def _read_headers(path: Path, index: dict | None) -> tuple[dict[str, Header], list[str]]:
     """Headers of all shards, listed or not: a file beside the index could hold a stale copy."""
-    names = {str(file.relative_to(path)) for file in path.rglob("*.safetensors")}
-    listed = set(index.get("weight_map", {}).values()) if index is not None else set()
+    files = [file for file in path.rglob("*.safetensors") if file.is_file()]
+    names = {str(file.relative_to(path)) for file in files}
+    listed = set(index["weight_map"].values()) if index is not None else set()
     problems = [f"{name} is in the index but not in the directory" for name in listed - names]
     problems = [f"{problem}; download it again" for problem in sorted(problems)]
     if index is None and not names:
@@ -190,7 +218,7 @@ def _disagreements(index: dict | None, tensors: dict[str, TensorInfo]) -> list[s
     """Where the index and the headers differ."""
     if index is None:
         return []
-    listed = index.get("weight_map", {})
+    listed = index["weight_map"]
     problems = [
         f"{key} is in the index, for {file}, but not in that file"
         for key, file in sorted(listed.items())

@@ -89,6 +89,16 @@ def test_a_second_layer_of_the_head_is_not_ignored(damaged):
     assert "mtp.layers.1.input_layernorm.weight is of the head" in refusal(damaged)
 
 
+@pytest.mark.parametrize(
+    "family, key",
+    [("mimo", "model.mtp_layers.1.x.weight"), ("deepseek_v3", "model.layers.3.x.weight")],
+)
+def test_a_further_layer_is_seen_from_its_keys_in_the_other_families(tiny, tmp_path, family, key):
+    directory = copy_of(tiny(family), tmp_path / "copy")
+    set_tensor(directory, key, torch.zeros(4), beside="lm_head.weight")
+    assert f"{key} is of a further layer; heads of one layer are supported" in refusal(directory)
+
+
 def test_a_wrong_shape_is_named_with_the_expected_one(damaged):
     set_tensor(damaged, NORM, torch.zeros(63, dtype=torch.bfloat16))
     assert f"{NORM} has shape (63,), config.json asks for (64,)" in refusal(damaged)
@@ -121,6 +131,50 @@ def test_a_header_that_names_a_tensor_twice_is_refused(damaged):
     twice += b" " * (-len(twice) % 8)
     file.write_bytes(struct.pack("<Q", len(twice)) + twice + raw[8 + length :])
     assert f"the header names {NORM} more than once" in refusal(damaged)
+
+
+@pytest.mark.parametrize("text", [b"[1, 2]", b"5", b'"text"', b"null"])
+def test_a_header_that_is_no_object_is_refused(damaged, text):
+    file_of(damaged, NORM).write_bytes(struct.pack("<Q", len(text)) + text)
+    assert "not a safetensors file, its header is no JSON object" in refusal(damaged)
+
+
+@pytest.mark.parametrize(
+    "index, message",
+    [
+        ({"weight_map": ["model.safetensors"]}, "expected a weight_map"),
+        ({"weight_map": None}, "expected a weight_map"),
+        ({"weight_map": {NORM: ["model.safetensors"]}}, "expected a weight_map"),
+        ({"weight_map": {}, "metadata": [1]}, "expected metadata to be"),
+    ],
+)
+def test_an_index_that_is_none_is_refused(damaged, index, message):
+    (damaged / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        HFDirectory.open(damaged)
+
+
+def test_an_index_does_not_lead_out_of_the_directory(damaged, tiny):
+    index = json.loads((damaged / INDEX).read_text())
+    name = index["weight_map"][NORM]
+    index["weight_map"][NORM] = str(tiny() / name)
+    (damaged / INDEX).write_text(json.dumps(index))
+    assert f"{tiny() / name} is in the index but not in the directory" in refusal(damaged)
+
+
+def test_a_hubs_cache_of_links_is_read_and_a_broken_link_refused(damaged, tmp_path):
+    snapshot = tmp_path / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    for file in damaged.iterdir():
+        (snapshot / file.name).symlink_to(f"../../damaged/{file.name}")
+    assert inspect_directory(snapshot).problems == ()
+    (damaged / "tokenizer.json").unlink()  # an export would silently lack it
+    assert "broken links: tokenizer.json (1 in all)" in refusal(snapshot)
+    shard = file_of(damaged, NORM)
+    shard.unlink()
+    said = refusal(snapshot)
+    assert f"{shard.name} is in the index but not in the directory" in said
+    assert f"{shard.name}, tokenizer.json (2 in all)" in said
 
 
 def test_an_index_that_disagrees_with_the_headers_is_refused(damaged):
@@ -182,6 +236,43 @@ def test_a_head_of_another_make_is_refused(damaged, field, value, why):
     set_config(damaged, **{field: value})
     said = refusal(damaged)
     assert f"{field} is {value!r}, expected" in said and why in said
+
+
+@pytest.mark.parametrize(
+    "family, field, value, why",
+    [
+        ("qwen3_5_moe", "rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4}, "'yarn'"),
+        ("qwen3_5_moe", "rope_parameters", {"rope_type": "default"}, "has no rope_theta"),
+        ("qwen3_5_moe", "num_experts_per_tok", None, "has no num_experts_per_tok"),
+        ("qwen3_5", "rms_norm_eps", None, "has no rms_norm_eps"),
+        ("mimo", "use_sliding_window", True, "use_sliding_window is True"),
+        ("deepseek_v3", "norm_topk_prob", False, "norm_topk_prob is False"),
+        ("deepseek_v3", "rope_scaling", {"type": "linear", "factor": 2}, "'linear'"),
+        ("deepseek_v3", "routed_scaling_factor", None, "has no routed_scaling_factor"),
+    ],
+)
+def test_what_the_layer_cannot_compute_shows_without_building_it(
+    tiny, tmp_path, family, field, value, why
+):
+    directory = copy_of(tiny(family), tmp_path / "copy")
+    set_config(directory, **{field: value})
+    assert why in refusal(directory)
+
+
+@pytest.mark.parametrize("text_config", [None, "a text"])
+def test_a_flat_configuration_is_read(damaged, text_config):
+    config = json.loads((damaged / "config.json").read_text())
+    flat = {**config["text_config"], "text_config": text_config}
+    (damaged / "config.json").write_text(json.dumps(flat))
+    assert inspect_directory(damaged).problems == ()
+    assert HFDirectory.open(damaged).text_config["model_type"] == "qwen3_5_moe_text"
+
+
+def test_a_model_type_that_is_no_text_is_refused(damaged):
+    config = json.loads((damaged / "config.json").read_text())
+    config["model_type"] = config["text_config"]["model_type"] = ["qwen3_5_moe"]
+    (damaged / "config.json").write_text(json.dumps(config))
+    assert "is not known" in refusal(damaged)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "mimo"])

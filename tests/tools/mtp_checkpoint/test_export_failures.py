@@ -192,6 +192,20 @@ def test_a_head_that_has_diverged_is_refused(untouched, tmp_path, value, match):
         export_directory(tmp_path / "bad", like, out)
 
 
+def with_bias_never_loaded(groups, checkpoint, out):
+    """Write a checkpoint whose router bias, a buffer, is what building the layer leaves in it."""
+    head = load_head(checkpoint, groups=groups, device="cpu")
+    head.mtp.layers[0].mtp_model_layer.mlp.router.expert_bias.fill_(float("nan"))
+    save_head(head, out, read_manifest(checkpoint))
+
+
+def test_a_buffer_that_is_not_a_number_is_refused_too(tiny, imported, tmp_path):
+    launch.run(with_bias_never_loaded, 1, imported("deepseek_v3"), tmp_path / "bad")
+    with pytest.raises(CheckpointError, match="holds NaN in mtp.*expert_bias"):
+        export_directory(tmp_path / "bad", tiny("deepseek_v3"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_tensors_of_different_dtypes_do_not_become_one(untouched, tmp_path, tiny):
     checkpoint, like, out = untouched
     mixed = copy_of(like, tmp_path / "mixed")

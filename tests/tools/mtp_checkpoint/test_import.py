@@ -226,6 +226,9 @@ def test_an_error_on_one_rank_is_every_ranks_error(tiny):
     assert said[0] == said[1] and "gone" in said[0]
 
 
+MANIFEST_FAULTS = (("dtype", "fp8"), ("dtype", None), ("text_config", None), ("family", None))
+
+
 def test_a_damaged_checkpoint_is_refused_on_loading(imported, tmp_path):
     checkpoint = copy_of(imported(), tmp_path / "ckpt")
     with pytest.raises(CheckpointError, match="has no mtp_head.json; expected a directory that"):
@@ -234,6 +237,11 @@ def test_a_damaged_checkpoint_is_refused_on_loading(imported, tmp_path):
     (checkpoint / "mtp_head.json").write_text(json.dumps({**contents, "format_version": 2}))
     with pytest.raises(CheckpointError, match="is of version 2, this tool reads 1"):
         read_manifest(checkpoint)
+    faults = [{**contents, name: value} for name, value in MANIFEST_FAULTS]
+    for fault in (*faults, [contents]):
+        (checkpoint / "mtp_head.json").write_text(json.dumps(fault))
+        with pytest.raises(CheckpointError, match="mtp_head.json: expected a"):
+            read_manifest(checkpoint)
     (checkpoint / "mtp_head.json").write_text(json.dumps(contents))
     for file in (checkpoint / "dist").glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:1000])

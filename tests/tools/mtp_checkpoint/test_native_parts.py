@@ -132,8 +132,8 @@ def test_tensor_parallelism_is_refused():
         (dict(rms_norm_eps=None), "expected rms_norm_eps, which is missing"),
         (dict(hidden_act="gelu"), 'expected hidden_act "silu"'),
         (dict(attention_bias=True), "attention_bias is set"),
-        (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), 'rope_type "default"'),
-        (dict(rope_parameters=dict(rope_type="default")), "expected rope_theta"),
+        (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "rope_type is .yarn."),
+        (dict(rope_parameters=dict(rope_type="default")), "has no rope_theta"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value,
 )

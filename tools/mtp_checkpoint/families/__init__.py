@@ -27,9 +27,9 @@ def detect(directory: HFDirectory) -> Family:
     Raises:
         CheckpointError: It is none of `FAMILIES`.
     """
-    found = {directory.config.get("model_type"), directory.text_config.get("model_type")}
+    found = [directory.config.get("model_type"), directory.text_config.get("model_type")]
     for family in FAMILIES:
-        if found & set(family.model_types):
+        if any(model_type in family.model_types for model_type in found):
             return family
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
     raise CheckpointError(

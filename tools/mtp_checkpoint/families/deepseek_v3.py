@@ -8,6 +8,7 @@ converted ones in bfloat16 are read.
 from __future__ import annotations
 
 from tools.mtp_checkpoint.families.family import Family, Requirement
+from tools.mtp_checkpoint.families.rotary import PLAIN
 from tools.mtp_checkpoint.rules import COPY, GATE_UP, NORM, Entry
 
 _T = "mtp_model_layer."
@@ -75,7 +76,17 @@ DEEPSEEK_V3 = Family(
         Requirement("num_nextn_predict_layers", 1, "heads of one layer are supported", default=1),
         Requirement("attention_bias", False, "the table has no biases", default=False),
         Requirement("hidden_act", "silu", "the layer is built with a gated SiLU", default="silu"),
+        Requirement("rope_interleave", True, "the layer rotates neighbours", default=True),
+        Requirement("norm_topk_prob", True, "the router renormalises", default=True),
     ),
+    fields=(
+        "num_experts_per_tok",
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+        "rms_norm_eps",
+    ),
+    rotary=(*PLAIN, "yarn"),
     copies={
         "embed_tokens.weight": "model.embed_tokens.weight",
         "shared_head.head.weight": "lm_head.weight",

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from tools.mtp_checkpoint.errors import CheckpointError
+from tools.mtp_checkpoint.families.rotary import rotary_problems
 from tools.mtp_checkpoint.rules import Dims, Entry, Rule, expand
 from tools.mtp_checkpoint.source import DTYPES, HFDirectory, dtype_problem
-
 
 _ROWS = 8192  # compared at a time
 
@@ -45,6 +45,8 @@ class Family:
         dims: The letters of the shapes: a field, or a sum of fields, of config.json.
         layouts: The table of each layout that such a checkpoint can have.
         requirements: What config.json must say.
+        fields: What else it must have, because the layer is built from it.
+        rotary: Kinds of rotary embedding that the layer computes; empty for not checked.
         copies: Keys, and the keys they must equal, that such a checkpoint may hold beside the head:
             copies of the target's tensors. They are not imported, and exported unchanged.
         zero_centred_norms: Whether a norm with weight w multiplies by 1 + w.
@@ -56,6 +58,8 @@ class Family:
     dims: Mapping[str, str]
     layouts: Mapping[str, tuple[Entry, ...]]
     requirements: tuple[Requirement, ...] = ()
+    fields: tuple[str, ...] = ()
+    rotary: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
     zero_centred_norms: bool = False
 
@@ -98,6 +102,12 @@ class Family:
             for need in self.requirements
             if (found := config.get(need.name, need.default)) != need.value
         ]
+        problems += [
+            f"config.json has no {name}, which the layer is built from"
+            for name in self.fields
+            if config.get(name) is None
+        ]
+        problems += rotary_problems(config, self.rotary) if self.rotary else []
         try:
             dims = self.dimensions(config)
         except CheckpointError as error:
@@ -181,6 +191,8 @@ class Family:
         allowed = shapes.keys() | self.copied_keys(directory).keys()
         extra = [k for k in directory.tensors if k.startswith(prefix) and k not in allowed]
         problems += _some(extra, "of the head but not known to this tool")
+        further = [k for k in directory.tensors if _is_of_a_further_layer(k, prefix)]
+        problems += _some(further, "of a further layer; heads of one layer are supported")
         for key, shape in shapes.items():
             info = directory.tensors.get(key)
             if info is not None and info.shape != shape:
@@ -204,6 +216,15 @@ class _Fields(dict):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise CheckpointError(f"{name} in config.json is {value!r}, expected a number above 0")
         return value
+
+
+def _is_of_a_further_layer(key: str, prefix: str) -> bool:
+    """Whether a key continues the count that a prefix such as ``model.layers.61.`` ends in."""
+    stem, _, number = prefix.removesuffix(".").rpartition(".")
+    if not number.isdigit() or not key.startswith(stem + "."):
+        return False
+    other = key[len(stem) + 1 :].partition(".")[0]
+    return other.isdigit() and int(other) > int(number)
 
 
 def _keys(rules: tuple[Rule, ...]) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tools.mtp_checkpoint.families.family import Family, Requirement
+from tools.mtp_checkpoint.families.rotary import PLAIN
 from tools.mtp_checkpoint.rules import COPY, GATE_UP, NORM, Entry, GroupedQKV
 
 _L, _T = "layers.0.", "mtp_model_layer."
@@ -18,6 +19,8 @@ REQUIREMENTS = (
     Requirement("attention_bias", False, "the table has no biases", default=False),
     Requirement("hidden_act", "silu", "the layer is built with a gated SiLU", default="silu"),
 )
+
+FIELDS = ("num_hidden_layers", "rms_norm_eps")
 
 ATTENTION_AND_NORMS = (
     Entry("enorm.weight", (("pre_fc_norm_embedding.weight", "H"),), NORM),
@@ -63,5 +66,7 @@ QWEN3_5 = Family(
     },
     layouts={"dense": ATTENTION_AND_NORMS + MLP},
     requirements=REQUIREMENTS,
+    fields=FIELDS,
+    rotary=PLAIN,
     zero_centred_norms=True,
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tools.mtp_checkpoint.families.family import Family
-from tools.mtp_checkpoint.families.qwen3_5 import ATTENTION_AND_NORMS, REQUIREMENTS
+from tools.mtp_checkpoint.families.qwen3_5 import ATTENTION_AND_NORMS, FIELDS, REQUIREMENTS
+from tools.mtp_checkpoint.families.rotary import PLAIN
 from tools.mtp_checkpoint.rules import COPY, GATE_UP, SLICE, Entry
 
 _M, _T = "layers.0.mlp.", "mtp_model_layer.mlp."
@@ -59,5 +60,7 @@ QWEN3_5_MOE = Family(
     },
     layouts={"per-expert": SHARED + ONE_BY_ONE, "packed": SHARED + PACKED},
     requirements=REQUIREMENTS,
+    fields=(*FIELDS, "num_experts_per_tok"),
+    rotary=PLAIN,
     zero_centred_norms=True,
 )

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Callable
 
 import torch
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from tools.mtp_checkpoint.errors import CheckpointError
+from tools.mtp_checkpoint.families.rotary import (
+    PLAIN,
+    rotary_kind,
+    rotary_parameters,
+    rotary_problems,
+)
+from tools.mtp_checkpoint.source import text_config_of
 
 IMPLEMENTATIONS = ("local", "te")
 
@@ -29,11 +37,6 @@ class HeadConfig:
     zero_centred_norms: bool
     rotary_dim: int
     rotary_theta: float
-
-
-def text_config_of(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """The language model's part of a config.json, nested or flat."""
-    return hf_config.get("text_config", hf_config)
 
 
 def head_config(
@@ -104,16 +107,12 @@ def _require_silu(text: dict[str, Any]) -> None:
         raise CheckpointError(f'config.json: expected hidden_act "silu", got {act!r}')
 
 
-def _rotary(text: dict[str, Any]) -> tuple[dict[str, Any], float]:
+def _rotary(text: dict[str, Any]) -> tuple[Mapping[str, Any], float]:
     """The rotary parameters of a plain rotary embedding, and its base."""
-    rotary = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kind = rotary.get("rope_type", rotary.get("type", "default"))
-    if kind not in ("default", "mrope"):
-        raise CheckpointError(f'config.json: expected rope_type "default", got {kind!r}')
-    theta = rotary.get("rope_theta", text.get("rope_theta"))
-    if theta is None:
-        raise CheckpointError("config.json: expected rope_theta, which is missing")
-    return rotary, float(theta)
+    if problems := rotary_problems(text, PLAIN):
+        raise CheckpointError(*problems)
+    rotary = rotary_parameters(text)
+    return rotary, float(rotary.get("rope_theta", text.get("rope_theta")))
 
 
 def _attention_fields(text: dict[str, Any]) -> dict[str, Any]:
@@ -227,9 +226,8 @@ def _deepseek_v3(text: dict[str, Any], fixed: dict[str, Any]) -> HeadConfig:
 
 def _mla_rotary(text: dict[str, Any]) -> dict[str, Any]:
     """Plain or YaRN rotary embedding, in the fields of upstream's multi-latent attention."""
-    scaled = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    kind = scaled.get("rope_type", scaled.get("type", "default"))
-    if kind != "yarn":
+    scaled = rotary_parameters(text)
+    if rotary_kind(text) != "yarn":
         return dict(rope_type="rope", rotary_base=_rotary(text)[1])
     return dict(
         rope_type="yarn",

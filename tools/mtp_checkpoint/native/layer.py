@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
-from tools.mtp_checkpoint.native.config import head_config, text_config_of
+from tools.mtp_checkpoint.native.config import head_config
 from tools.mtp_checkpoint.native.spec import block_spec
+from tools.mtp_checkpoint.source import text_config_of
 
 Embed = Callable[[Tensor], Tensor]
 
