@@ -125,7 +125,7 @@ def _token_rows(directory: HFDirectory, text: Path | None, batch: int, length: i
     if len(ids) < batch * length:
         raise CheckpointError(
             f"the text has {len(ids)} tokens; expected at least {batch} rows of {length}. Give a "
-            "longer --text or fewer --rows."
+            "longer --text or fewer --sequences."
         )
     return torch.tensor(ids[: batch * length]).view(batch, length)
 
