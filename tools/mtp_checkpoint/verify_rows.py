@@ -95,7 +95,11 @@ def _load_target(directory: HFDirectory):
 
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            directory.path, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            directory.path,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(

@@ -28,7 +28,7 @@ class Explosive:
         return open, (str(self.path), "w")
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", "original/model.pth"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.PT", "original/model.pth"])
 def test_pickled_weights_are_refused_and_never_unpickled(damaged, tmp_path, name):
     trace = tmp_path / "unpickled"
     (damaged / name).parent.mkdir(exist_ok=True)
