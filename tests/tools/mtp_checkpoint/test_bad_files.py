@@ -1,4 +1,4 @@
-"""Directories whose files are not as they should be: refused from headers alone, never unpickled."""
+"""Files that are not as they should be: refused from headers alone, never unpickled."""
 
 from __future__ import annotations
 
