@@ -81,10 +81,22 @@ def _check(options: Options) -> None:
         )
     if options.resume and not used:
         raise FinetuneError(f"--resume: {settings.output} holds no run")
-    if options.export is not None and options.export.exists():
-        raise FinetuneError(f"--export: {options.export} exists; nothing is overwritten")
+    if options.export is not None:
+        _check_export(options.export, settings.output)
+    for path in filter(None, (settings.output, options.export)):
+        if path.resolve().is_relative_to(settings.model.resolve()):
+            raise FinetuneError(f"{path} lies inside {settings.model}, which is left untouched")
     if settings.implementation == "te" and not importlib.util.find_spec("transformer_engine"):
         raise FinetuneError("--implementation te: transformer_engine is not installed")
+
+
+def _check_export(export: Path, output: Path) -> None:
+    """Refuse before the training what the export would refuse after it."""
+    if export.exists() or export.is_symlink():
+        raise FinetuneError(f"--export: {export} exists; nothing is overwritten")
+    parent = export.absolute().parent
+    if not (parent.is_dir() or parent == output.absolute()):
+        raise FinetuneError(f"--export: {parent} does not exist; make it first")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -16,6 +16,7 @@ from examples.finetune_mtp_head.errors import FinetuneError
 from examples.finetune_mtp_head.loading import LoadedHead
 from examples.finetune_mtp_head.trainer import Trainer
 from tests.support import device
+from tools.mtp_checkpoint.importing import layer_tensors
 
 _OWN_MODULES = ("megatron.", "torch.nn.modules.", "tools.mtp_checkpoint.native.")
 _KIND = re.compile(r"linear_fc\d")  # what an expert's parameter is, however experts are stored
@@ -91,13 +92,13 @@ def _native_modules(head: torch.nn.Module) -> tuple[bool, str]:
 
 def _import_gate(loaded: LoadedHead) -> tuple[bool, str]:
     """Every parameter holds numbers, and every tensor of the source was used exactly once."""
-    parameters = dict(loaded.head.named_parameters())
-    bad = [name for name, parameter in parameters.items() if not parameter.isfinite().all()]
+    tensors = layer_tensors(loaded.head)  # a router's bias is no parameter, and imported too
+    bad = [name for name, tensor in tensors.items() if not tensor.isfinite().all()]
     if bad:
         return False, f"{len(bad)} parameters are not finite, first {bad[0]}"
     if problem := loaded.problem():
         return False, problem
-    return True, f"{len(parameters)} parameters on this rank, {loaded.description}"
+    return True, f"{len(tensors)} parameters on this rank, {loaded.description}"
 
 
 def _sampler(trainer: Trainer) -> tuple[bool, str]:

@@ -14,9 +14,13 @@ from tests.support import parallel_world, prepare, run_ranks
 
 prepare()
 
-from examples.finetune_mtp_head.preflight import Check, preflight
+from examples.finetune_mtp_head.loading import LoadedHead
+from examples.finetune_mtp_head.preflight import Check, _import_gate, preflight
 from examples.finetune_mtp_head.trainer import Trainer
 from tests.examples.finetune_support import build, settings, tiny_model
+from tools.mtp_checkpoint.importing import import_head
+from tools.mtp_checkpoint.native.layer import build_mtp_block
+from tools.mtp_checkpoint.source import HFDirectory
 
 MODULES, GATE, SAMPLES = "native modules", "import gate", "each sample once per epoch"
 INPUT, GRADIENTS = "the head's input is the final norm's output", "gradients finite and not zero"
@@ -189,6 +193,19 @@ def test_a_fault_fails_its_check_and_no_other(fault):
 def test_other_models_and_dtypes_pass_too(model, options):
     [rank] = run_ranks(checks_with, 1, settings(model=tiny_model(**model), **options), [])
     assert [str(check) for check in rank[None] if not check.passed] == []
+
+
+def test_a_buffer_that_was_not_loaded_fails_the_import_gate_too():
+    directory = HFDirectory.open(tiny_model(family="deepseek_v3"))  # its router has a bias
+    with parallel_world() as groups:
+        head = build_mtp_block(directory.config, groups=groups, device="cpu")
+        import_head(directory, head, groups)
+        loaded = LoadedHead(head, {}, {}, groups.ep, directory)
+        assert _import_gate(loaded)[0]
+        bias = head.mtp.layers[0].mtp_model_layer.mlp.router.expert_bias
+        bias.fill_(float("nan"))
+        passed, detail = _import_gate(loaded)
+    assert not passed and "router.expert_bias" in detail
 
 
 def test_after_a_failure_nothing_is_trained():

@@ -128,6 +128,9 @@ def test_a_model_that_cannot_be_used_is_refused(tmp_path, capsys, how, message):
         (["--long-samples", "keep"], "invalid choice: 'keep'"),
         (["--resume"], "holds no run"),
         (["--export", "."], "exists; nothing is overwritten"),
+        (["--export", "nowhere/exported"], "does not exist; make it first"),
+        (["--export", "MODEL/exported"], "which is left untouched"),
+        (["--output", "MODEL/out"], "which is left untouched"),
         (["--output", __file__], "is a file"),
         (["--model", "."], "has no config.json"),
         (["--implementation", "te"], "transformer_engine is not installed"),
@@ -138,6 +141,7 @@ def test_arguments_that_cannot_work_are_refused(arguments, message, tmp_path, ca
     if "te" in arguments and importlib.util.find_spec("transformer_engine"):
         pytest.skip("Transformer Engine is installed")
     base = ["--model", str(tiny_model()), "--output", str(tmp_path / "out")]
+    arguments = [argument.replace("MODEL", str(tiny_model())) for argument in arguments]
     with pytest.raises(SystemExit) as refusal:
         parse([*base, *arguments])
     assert refusal.value.code == 2

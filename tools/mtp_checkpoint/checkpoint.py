@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tools.mtp_checkpoint.errors import CheckpointError
+from tools.mtp_checkpoint.families import Family
 from tools.mtp_checkpoint.source import HFDirectory
 
 FORMAT_VERSION = 1
@@ -66,6 +67,30 @@ def read_manifest(checkpoint: str | Path) -> dict[str, Any]:
             "import the head again"
         )
     return found
+
+
+def check_fit(contents: Mapping[str, Any], family: Family, directory: HFDirectory) -> None:
+    """Refuse a head of another model.
+
+    Args:
+        contents: Of mtp_head.json.
+        family: Of the directory.
+        directory: What the head is compared with, or exported into.
+
+    Raises:
+        CheckpointError: Family or sizes differ.
+    """
+    if contents["family"] != family.name:
+        raise CheckpointError(
+            f"the head is of family {contents['family']}, {directory.path} of {family.name}"
+        )
+    ours = family.dimensions(contents["text_config"])
+    theirs = family.dimensions(directory.text_config)
+    for letter, size in ours.items():
+        if theirs[letter] != size:
+            raise CheckpointError(
+                f"the head has {family.dims[letter]} {size}, {directory.path} has {theirs[letter]}"
+            )
 
 
 def save_head(head: torch.nn.Module, checkpoint: str | Path, contents: Mapping[str, Any]) -> None:

@@ -13,10 +13,10 @@ import torch
 from tqdm import tqdm
 
 from tools.mtp_checkpoint import launch
-from tools.mtp_checkpoint.checkpoint import load_head, read_manifest
+from tools.mtp_checkpoint.checkpoint import check_fit, load_head, read_manifest
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.export_report import CHANGED, IDENTICAL, ExportReport, ExportRow
-from tools.mtp_checkpoint.families import Family, detect
+from tools.mtp_checkpoint.families import detect
 from tools.mtp_checkpoint.importing import layer_tensors
 from tools.mtp_checkpoint.mapping import take
 from tools.mtp_checkpoint.planning import Original, Plan, make_plan
@@ -57,7 +57,7 @@ def export_directory(
     directory = HFDirectory.open(like)
     family = detect(directory)
     old_rules = family.check(directory)
-    _check_fit(contents, family, directory)
+    check_fit(contents, family, directory)
     layout = layout or family.layout(directory)
     rules = family.rules(directory.text_config, layout)
     check_destination(out, like, checkpoint)
@@ -67,21 +67,6 @@ def export_directory(
     with staged(out) as temporary:
         rows = launch.run(_export_rank, 1, checkpoint, original, plan, temporary, layout)[0]
     return ExportReport(family.name, layout, tuple(plan.shards), tuple(rows))
-
-
-def _check_fit(contents: dict[str, Any], family: Family, directory: HFDirectory) -> None:
-    """Refuse a head of another model."""
-    if contents["family"] != family.name:
-        raise CheckpointError(
-            f"the head is of family {contents['family']}, {directory.path} of {family.name}"
-        )
-    ours = family.dimensions(contents["text_config"])
-    theirs = family.dimensions(directory.text_config)
-    for letter, size in ours.items():
-        if theirs[letter] != size:
-            raise CheckpointError(
-                f"the head has {family.dims[letter]} {size}, {directory.path} has {theirs[letter]}"
-            )
 
 
 def _export_rank(

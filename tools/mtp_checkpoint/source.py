@@ -20,7 +20,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 # What pickles are called. The trainer's arguments hold no weights, and are only ever copied.
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 _NO_WEIGHTS = ("training_args.bin",)
 _SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "qweight", "qzeros", "scales")
 
@@ -137,7 +137,7 @@ def _pickles(path: Path) -> list[str]:
     found = sorted(
         str(file.relative_to(path))
         for file in path.rglob("*")
-        if file.suffix in _PICKLED and file.name not in _NO_WEIGHTS
+        if file.suffix.lower() in _PICKLED and file.name not in _NO_WEIGHTS
     )
     if not found:
         return []

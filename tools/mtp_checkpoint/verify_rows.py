@@ -95,7 +95,11 @@ def _load_target(directory: HFDirectory):
 
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
-            directory.path, dtype=torch.float32, local_files_only=True, output_loading_info=True
+            directory.path,
+            dtype=torch.float32,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
@@ -125,7 +129,7 @@ def _token_rows(directory: HFDirectory, text: Path | None, batch: int, length: i
     if len(ids) < batch * length:
         raise CheckpointError(
             f"the text has {len(ids)} tokens; expected at least {batch} rows of {length}. Give a "
-            "longer --text or fewer --rows."
+            "longer --text or fewer --sequences."
         )
     return torch.tensor(ids[: batch * length]).view(batch, length)
 

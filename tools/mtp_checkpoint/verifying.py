@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tools.mtp_checkpoint import launch
-from tools.mtp_checkpoint.checkpoint import DTYPES, load_head, read_manifest
+from tools.mtp_checkpoint.checkpoint import DTYPES, check_fit, load_head, read_manifest
 from tools.mtp_checkpoint.errors import CheckpointError
+from tools.mtp_checkpoint.families import detect
 from tools.mtp_checkpoint.reference import ReferenceHead
 from tools.mtp_checkpoint.source import HFDirectory
 from tools.mtp_checkpoint.verify_options import (
@@ -163,15 +164,17 @@ def verify(
         tolerance: Largest difference allowed in a hidden state.
 
     Raises:
-        CheckpointError: Something cannot be read, or the target cannot be run.
+        CheckpointError: Something cannot be read, the head is of a model of another family or
+            size, or the target cannot be run.
     """
     from tools.mtp_checkpoint.comparing import compare  # Megatron, once `launch` has found it
 
     if batch < 1 or length < 3:
         raise CheckpointError(f"rows: expected at least 1 × 3 tokens, got {batch} × {length}")
-    source = HFDirectory.open(directory)
+    source, contents = HFDirectory.open(directory), read_manifest(checkpoint)
+    check_fit(contents, detect(source), source)
     head = load_head(checkpoint, groups=groups, dtype=torch.float32)
-    stored = DTYPES[read_manifest(checkpoint)["dtype"]]
+    stored = DTYPES[contents["dtype"]]
     reference = ReferenceHead.from_directory(source, rounded_to=stored)
     if rows_from == "target":
         rows = target_rows(source, text, batch, length)

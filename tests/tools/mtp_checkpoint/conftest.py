@@ -6,6 +6,8 @@ import os
 
 import pytest
 
+from tests.tools.mtp_checkpoint.directories import copy_of
+
 
 @pytest.fixture(autouse=True)
 def environment_is_restored():
@@ -52,3 +54,9 @@ def imported(tiny, tmp_path_factory):
         return made[key]
 
     return get
+
+
+@pytest.fixture
+def damaged(tiny, tmp_path):
+    """A per-expert checkpoint that the test may damage."""
+    return copy_of(tiny(), tmp_path / "damaged")

@@ -7,8 +7,14 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
+from tools.mtp_checkpoint.errors import CheckpointError
+from tools.mtp_checkpoint.families import detect
+from tools.mtp_checkpoint.inspecting import inspect_directory
+from tools.mtp_checkpoint.source import HFDirectory
 
 INDEX = "model.safetensors.index.json"
 
@@ -66,3 +72,13 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     if (a.shape, a.dtype) != (b.shape, b.dtype):
         return False
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def refusal(directory: Path) -> str:
+    """What inspect finds and open or check refuse: the two must agree."""
+    found = inspect_directory(directory).problems
+    with pytest.raises(CheckpointError) as refused:
+        opened = HFDirectory.open(directory)
+        detect(opened).check(opened)
+    assert set(refused.value.problems) <= set(found)
+    return "\n".join(found)

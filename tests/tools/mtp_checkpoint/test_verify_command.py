@@ -61,6 +61,17 @@ def test_another_checkpoints_head_fails_with_exit_code_one(tmp_path, capsys):
     assert "Not the same head" in capsys.readouterr().out
 
 
+def test_the_head_of_another_model_is_refused(tmp_path):
+    import_directory(directory(KIND).path, tmp_path / "ckpt")
+    dense = directory(Kind("qwen3_5", "dense", "fp32")).path
+    with pytest.raises(CheckpointError, match="is of family qwen3_5_moe, .* of qwen3_5"):
+        verifying.run(_options(dense, tmp_path / "ckpt"))
+    manifest = tmp_path / "ckpt" / "mtp_head.json"
+    manifest.write_text(manifest.read_text().replace('"hidden_size": 64', '"hidden_size": 32'))
+    with pytest.raises(CheckpointError, match="the head has hidden_size 32, .* has 64"):
+        verifying.run(_options(directory(KIND).path, tmp_path / "ckpt"))
+
+
 def test_a_text_of_ones_own_is_used_and_a_short_one_refused(tmp_path):
     source = directory(KIND).path
     import_directory(source, tmp_path / "ckpt")
@@ -69,7 +80,7 @@ def test_a_text_of_ones_own_is_used_and_a_short_one_refused(tmp_path):
     few = ("--text", text, "--sequences", 2, "--length", 32)
     assert verifying.run(_options(source, tmp_path / "ckpt", *few)) == 0
     text.write_text("Too short.")
-    with pytest.raises(CheckpointError, match="expected at least 2 rows of 32"):
+    with pytest.raises(CheckpointError, match="at least 2 rows of 32.*fewer --sequences"):
         verifying.run(_options(source, tmp_path / "ckpt", *few))
     with pytest.raises(CheckpointError, match="at least 1 × 3"):
         verifying.run(_options(source, tmp_path / "ckpt", "--length", 2))
