@@ -116,13 +116,7 @@ def run(fn: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
     """
     _prepare()
     if under_torchrun():
-        world = int(os.environ["WORLD_SIZE"])
-        if world != ranks == 1:
-            raise CheckpointError(
-                f"this runs on one rank, but there are {world}: start it without torchrun (only "
-                "import runs on several, with --expert-parallel-size)"
-            )
-        if world != ranks:
+        if (world := int(os.environ["WORLD_SIZE"])) != ranks:
             raise CheckpointError(
                 f"--expert-parallel-size is {ranks} but there are {world} ranks; start "
                 f"`torchrun --nproc-per-node {ranks}`, or drop torchrun: the tool starts its ranks"
