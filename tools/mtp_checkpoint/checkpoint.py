@@ -102,7 +102,7 @@ def save_head(head: torch.nn.Module, checkpoint: str | Path, contents: Mapping[s
         contents: Of mtp_head.json: `manifest`, or what `read_manifest` returned. The dtype is the
             head's own, whatever it says.
     """
-    from megatron.core import dist_checkpointing
+    from tools.mtp_checkpoint import streaming
 
     checkpoint = Path(checkpoint)
     if dist.get_rank() == 0:
@@ -111,7 +111,7 @@ def save_head(head: torch.nn.Module, checkpoint: str | Path, contents: Mapping[s
     dist.barrier()
     free = shutil.disk_usage(checkpoint).free / 1e9  # Megatron's writer drops the system's words
     with _clear_errors(f"{checkpoint} cannot be written, its disk has {free:.2f} GB free"):
-        dist_checkpointing.save(head.sharded_state_dict(), str(checkpoint / DIST))
+        streaming.save(head, checkpoint / DIST)
     dist.barrier()
 
 
@@ -138,9 +138,7 @@ def load_head(
     Raises:
         CheckpointError: Something is missing in the checkpoint, or not a number.
     """
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.validation import StrictHandling
-
+    from tools.mtp_checkpoint import streaming
     from tools.mtp_checkpoint.native.layer import build_mtp_block
 
     found = read_manifest(checkpoint)
@@ -152,12 +150,7 @@ def load_head(
         implementation=implementation,
     )
     with _clear_errors(f"{checkpoint} cannot be loaded"):
-        state = dist_checkpointing.load(
-            head.sharded_state_dict(),
-            str(Path(checkpoint) / DIST),
-            strict=StrictHandling.RAISE_ALL,
-        )
-    head.load_state_dict(state)
+        streaming.load(head, Path(checkpoint) / DIST)
     tensors = {name: t for name, t in head.state_dict().items() if torch.is_tensor(t)}
     empty = [name for name, tensor in tensors.items() if tensor.isnan().any()]
     if empty:
