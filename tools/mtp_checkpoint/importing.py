@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,7 +16,7 @@ from tools.mtp_checkpoint.checkpoint import REPORT, load_head, manifest, save_he
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.families import detect
 from tools.mtp_checkpoint.mapping import fill
-from tools.mtp_checkpoint.report import ImportReport, Row, checksum
+from tools.mtp_checkpoint.report import ImportReport, Row, checksum, peak_rss
 from tools.mtp_checkpoint.rules import Piece, Rule
 from tools.mtp_checkpoint.source import HFDirectory
 from tools.mtp_checkpoint.staging import check_destination, check_space, staged
@@ -112,7 +111,7 @@ def import_head(
     usage = {
         "seconds": time.monotonic() - started,
         "bytes_read": sum(row.nbytes for row in rows),
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_rss_bytes": peak_rss(),
     }
     gathered: list[Any] = [None] * groups.ep.size()
     dist.all_gather_object(gathered, (rows, problems, usage), group=groups.ep)
@@ -240,6 +239,9 @@ def _import_rank(groups: Any, path: Path, out: Path, dtype: torch.dtype) -> Impo
     report = import_head(directory, head, groups, progress=True)
     contents = manifest(directory, report.family, report.layout, dtype)
     save_head(head, out, contents)
+    peaks: list[Any] = [None] * groups.ep.size()
+    dist.all_gather_object(peaks, peak_rss(), group=groups.ep)
+    report = report.with_peaks(peaks)  # of writing, too
     if dist.get_rank() == 0:
         write_json(out / REPORT, report.to_json())
     return report

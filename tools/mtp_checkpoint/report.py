@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,6 +74,17 @@ class ImportReport:
     def to_json(self) -> dict[str, Any]:
         """A dictionary for `json.dumps`."""
         return {"checksum": CHECKSUM, **dataclasses.asdict(self)}
+
+    def with_peaks(self, nbytes: Sequence[int]) -> ImportReport:
+        """The same with each rank's peak memory as it is now, in bytes."""
+        pairs = zip(self.ranks, nbytes, strict=True)
+        ranks = tuple({**used, "peak_rss_bytes": peak} for used, peak in pairs)
+        return dataclasses.replace(self, ranks=ranks)
+
+
+def peak_rss() -> int:
+    """Most memory that this process has held so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def checksum(tensor: torch.Tensor) -> str:
