@@ -7,6 +7,7 @@ gate and up projection are views of one parameter; its loader joins them again i
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.dist_checkpointing.validation import StrictHandling
+
+# Of Transformer Engine's modules: scales of FP8, which a head never has. Local modules have none,
+# so that a checkpoint with them, or one that is asked for them, would not fit the other layer.
+_EXTRA_STATE = re.compile(r"\._extra_state\d*$")
 
 
 class StreamingSave(TorchDistSaveShardedStrategy):
@@ -57,9 +62,7 @@ def save(module: Any, directory: Path) -> None:
         module: Of Megatron, or with such a method.
         directory: An empty directory on a disk that all ranks share.
     """
-    dist_checkpointing.save(
-        module.sharded_state_dict(), str(directory), sharded_strategy=StreamingSave()
-    )
+    dist_checkpointing.save(_tensors(module), str(directory), sharded_strategy=StreamingSave())
 
 
 def load(module: torch.nn.Module, directory: Path) -> None:
@@ -69,7 +72,7 @@ def load(module: torch.nn.Module, directory: Path) -> None:
         megatron.core.dist_checkpointing.core.CheckpointingException: Module and checkpoint do not
             have the same tensors.
     """
-    state = module.sharded_state_dict()
+    state = _tensors(module)
     # A factory's parts are views of its parameter. Without it nothing joins them: they are there.
     factories = {k: f for k, f in state.items() if isinstance(f, ShardedTensorFactory)}
     for name, factory in factories.items():
@@ -79,7 +82,14 @@ def load(module: torch.nn.Module, directory: Path) -> None:
     for name, factory in factories.items():
         in_place = all(_is_part(part, whole[name]) for part in nested_values(loaded[name]))
         loaded[name] = whole[name] if in_place else factory.merge_fn(loaded[name])
-    module.load_state_dict(loaded)
+    extra = {name: state for name, state in whole.items() if _EXTRA_STATE.search(name)}
+    module.load_state_dict(loaded | extra)
+
+
+def _tensors(module: Any) -> ShardedStateDict:
+    """The module's sharded state without `_EXTRA_STATE`."""
+    state = module.sharded_state_dict()
+    return {name: entry for name, entry in state.items() if not _EXTRA_STATE.search(name)}
 
 
 def _is_part(part: torch.Tensor, whole: torch.Tensor) -> bool:

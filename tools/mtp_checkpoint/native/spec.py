@@ -54,7 +54,8 @@ def _local_layer(head: HeadConfig, norm: LayerNormBuilder) -> ModuleSpec:
 
     Dist-checkpoint keys are those of the Transformer Engine layer, so that a model built either
     way loads the checkpoint: its attention norm is part of the projection that follows; its MLP
-    norm is so only in front of a dense MLP.
+    norm is so only in front of a dense MLP. Of multi-latent attention, the norms of the compressed
+    query and key-value are.
     """
     config = head.transformer
     layer = get_gpt_layer_local_submodules(
@@ -70,6 +71,10 @@ def _local_layer(head: HeadConfig, norm: LayerNormBuilder) -> ModuleSpec:
     keys = dict(layer.sharded_state_dict_keys_map)
     if config.num_moe_experts:
         keys.pop("pre_mlp_layernorm.", None)
+    if config.qk_layernorm and config.multi_latent_attention:
+        for part in ("q", "kv"):
+            fused = f"self_attention.linear_{part}_up_proj.layer_norm_"
+            keys[f"self_attention.{part}_layernorm."] = fused
     layer = dataclasses.replace(
         layer,
         input_layernorm=norm,
