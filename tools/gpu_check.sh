@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What to run on a machine with one GPU, within ten minutes: the unit suites on CUDA (cases of one rank
-# on NCCL; cases of more ranks than GPUs fall back to CPU and gloo), context parallelism of two ranks
-# that share the GPU over gloo, and the demo at its smallest.
+# on NCCL; cases of more ranks than GPUs fall back to CPU and gloo), imported heads of Transformer
+# Engine's modules, context parallelism of two ranks that share the GPU over gloo, and the demo at its
+# smallest.
 # Transformer Engine is used where tests ask for it and it is installed.
 #
 #     bash tools/gpu_check.sh [--dry-run] [FOLDER FOR LOGS]
@@ -40,11 +41,12 @@ print("torch", torch.__version__, "on", torch.cuda.get_device_name(0))
 PY
 fi
 unit=tests/unit_tests/transformer
-run harness 100 make test TESTS="tests/support $unit/test_mtp_support.py"
-run models 180 make test TESTS="$unit/test_mtp_return_logits.py $unit/test_mtp_hybrid.py \
+run harness 80 make test TESTS="tests/support $unit/test_mtp_support.py"
+run models 170 make test TESTS="$unit/test_mtp_return_logits.py $unit/test_mtp_hybrid.py \
 $unit/test_mtp_isolation.py"
-run objective 100 make test TESTS="$unit/test_mtp_shift.py $unit/test_mtp_targets.py \
+run objective 90 make test TESTS="$unit/test_mtp_shift.py $unit/test_mtp_targets.py \
 $unit/test_mtp_normalization.py $unit/test_mtp_reference.py $unit/test_mtp_metrics.py"
-run two-ranks-one-gpu 120 make test-dist ARGS="-k one_gpu"
+run heads 60 make test TESTS=tests/tools/mtp_checkpoint/test_native_transformer_engine.py
+run two-ranks-one-gpu 100 make test-dist ARGS="-k one_gpu"
 run demo 100 make demo ARGS="--size tiny"
 exit $status

@@ -39,3 +39,9 @@ def test_two_ranks_share_the_gpu_for_context_parallelism(steps):
     assert command == "make test-dist ARGS=-k one_gpu"
     tests = (ROOT / "tests/functional_tests/mtp/test_context_parallel_parity.py").read_text()
     assert re.findall(r"^def (test_\w*one_gpu\w*)", tests, flags=re.M)
+
+
+def test_imported_heads_of_transformer_engines_modules_are_verified(steps):
+    _, command = steps["heads"]
+    tests = (ROOT / re.search(r"tests/\S+", command)[0]).read_text()
+    assert "has_transformer_engine()" in tests

@@ -185,7 +185,10 @@ def _run_verify(options: argparse.Namespace) -> int:
 
     launch.require_one_rank("verify")
     _check_report(options.json)
-    launch.on_cpu()
+    if options.implementation == "te":
+        launch.on_gpu()
+    else:
+        launch.on_cpu()
     from tools.mtp_checkpoint import verifying
 
     return verifying.run(options)

@@ -14,7 +14,6 @@ from torch import Tensor
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 from tools.mtp_checkpoint.native.layer import NativeHead
 from tools.mtp_checkpoint.reference import ReferenceHead, Routing
-from tools.mtp_checkpoint.verify_options import TIE_GAP
 from tools.mtp_checkpoint.verify_rows import Rows
 
 
@@ -56,15 +55,14 @@ class Comparison:
         return agreeing_N.max().item()
 
     @property
-    def flips_beyond_ties(self) -> int:
-        """Rows with different experts where the reference's choice was not a tie."""
-        return int((self.flipped_N & (self.gap_N > TIE_GAP)).sum())
-
-    @property
     def argmax_agreement(self) -> float:
         """Share of the rows whose routers agree on which both heads prefer the same token."""
         agreeing_N = self.same_argmax_N[~self.flipped_N]
         return agreeing_N.double().mean().item() if agreeing_N.numel() else 0.0
+
+    def flips_beyond(self, tie_gap: float) -> int:
+        """Rows with different experts where the reference's logits were further apart."""
+        return int((self.flipped_N & (self.gap_N > tie_gap)).sum())
 
     def mean_ce(self, name: str) -> float:
         """Mean over the rows whose routers agree of ``{name}_ce_N``, in float64."""

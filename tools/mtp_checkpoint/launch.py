@@ -1,6 +1,7 @@
 """Run a verb on N ranks: started here from one command, or there already because of torchrun.
 
 Reading and writing checkpoints needs no GPU: the command line runs its ranks on the CPU over gloo.
+Only comparing Transformer Engine's layer takes one.
 """
 
 from __future__ import annotations
@@ -65,6 +66,28 @@ def on_cpu() -> None:
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    _quieten()
+    _prepare()
+
+
+def on_gpu() -> None:
+    """Make this process build Transformer Engine's modules on its GPU.
+
+    Raises:
+        CheckpointError: One of the two is not there, or the patched Megatron is not.
+    """
+    import torch
+
+    missing = []
+    if importlib.util.find_spec("transformer_engine") is None:
+        missing.append("Transformer Engine is not installed")
+    if not torch.cuda.is_available():
+        missing.append("torch sees no GPU")
+    if missing:
+        raise CheckpointError(
+            f"--implementation te: {' and '.join(missing)}. Run it on a machine that has both, or "
+            "use --implementation local"
+        )
     _quieten()
     _prepare()
 

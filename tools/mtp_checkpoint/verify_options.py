@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 
-TOLERANCE = 1e-5  # largest difference in a hidden state, in float32
-TIE_GAP = 1e-4  # of router logits: experts closer than this may come in either order
-CE_LIMIT = 5e-8  # relative, of the mean: equal to 7 digits
-RECOMPUTE_LIMIT = 1e-7  # relative, of the mean
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What may differ between the imported head and the reference.
+
+    Attributes:
+        hidden: Largest difference in a hidden state.
+        tie_gap: Of router logits: experts closer than this may come in either order.
+        ce: Relative difference of the mean cross-entropy.
+        argmax: Least share of rows on which both prefer the same token.
+        recompute: Relative difference of the mean cross-entropy from ``F.cross_entropy`` on the
+            same logits.
+    """
+
+    hidden: float
+    tie_gap: float
+    ce: float
+    argmax: float
+    recompute: float = 1e-7
+
+
+LIMITS = {
+    "local": Limits(hidden=1e-5, tie_gap=1e-4, ce=5e-8, argmax=1.0),  # CE: equal to 7 digits
+    # Transformer Engine's float32 products round their inputs to TF32's 10 bits. The mildest of
+    # the mistakes that look right is off by 0.26 in the hidden state.
+    "te": Limits(hidden=2e-2, tie_gap=2e-2, ce=1e-3, argmax=0.9),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance",
         type=float,
-        default=TOLERANCE,
-        help=f"largest difference allowed in a hidden state (default {TOLERANCE:g})",
+        help="largest difference allowed in a hidden state (default "
+        f"{LIMITS['local'].hidden:g}; te: {LIMITS['te'].hidden:g}, for TF32)",
+    )
+    parser.add_argument(
+        "--implementation",
+        choices=tuple(LIMITS),
+        default="local",
+        help="modules of the layer: local, on the CPU (default), or te, Transformer Engine with "
+        "grouped GEMM on a GPU",
     )
     parser.add_argument("--json", type=Path, help="write all figures, per row, to this file")

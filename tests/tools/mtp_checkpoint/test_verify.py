@@ -11,13 +11,14 @@ from tests.support import parallel_world, prepare
 from tests.tools.mtp_checkpoint.mistakes import MISTAKES, PreNormHead
 from tests.tools.mtp_checkpoint.native_support import Kind, directory, imported, reference
 from tools.mtp_checkpoint.comparing import compare
-from tools.mtp_checkpoint.verify_options import TIE_GAP, TOLERANCE
+from tools.mtp_checkpoint.verify_options import LIMITS
+from tools.mtp_checkpoint.verify_report import report_on, show
 from tools.mtp_checkpoint.verify_rows import random_rows, target_rows
-from tools.mtp_checkpoint.verifying import report_on, show
 
 prepare()
 
 KIND = Kind("qwen3_5_moe", "per-expert", "fp32")
+TOLERANCE, TIE_GAP = LIMITS["local"].hidden, LIMITS["local"].tie_gap
 
 
 @functools.cache
