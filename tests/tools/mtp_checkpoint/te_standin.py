@@ -20,7 +20,7 @@ VERSION = "2.6.0"
 
 
 class _Module(torch.nn.Module):
-    """As in Transformer Engine, every module with parameters has an extra state, empty without FP8."""
+    """A module with an extra state, as Transformer Engine's all have; it is empty without FP8."""
 
     fp8 = fp8_calibration = False
 

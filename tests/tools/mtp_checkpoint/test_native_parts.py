@@ -128,10 +128,10 @@ def test_tensor_parallelism_is_refused():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(model_type="mamba"), "no native head for model_type 'mamba'"),
-        (dict(rms_norm_eps=None), "expected rms_norm_eps, which is missing"),
-        (dict(hidden_act="gelu"), 'expected hidden_act "silu"'),
-        (dict(attention_bias=True), "attention_bias is set"),
+        (dict(model_type="mamba"), "model_type 'mamba' is not known"),
+        (dict(rms_norm_eps=None), "has no rms_norm_eps"),
+        (dict(hidden_act="gelu"), "hidden_act is 'gelu', expected 'silu'"),
+        (dict(attention_bias=True), "attention_bias is True, expected False"),
         (dict(rope_parameters=dict(rope_type="yarn", rope_theta=1e4)), "rope_type is .yarn."),
         (dict(rope_parameters=dict(rope_type="default")), "has no rope_theta"),
     ],
@@ -146,7 +146,7 @@ def test_a_configuration_that_the_layer_cannot_express_is_refused(changes, messa
     "changes, message",
     [
         (dict(num_experts_per_tok=4), "2 · topk_group; got 4 and 1"),
-        (dict(norm_topk_prob=False), "expected norm_topk_prob True"),
+        (dict(norm_topk_prob=False), "norm_topk_prob is False, expected True"),
         (dict(rope_scaling=dict(type="yarn", factor=40)), "original_max_position_embeddings"),
     ],
     ids=["groups", "weights", "yarn"],

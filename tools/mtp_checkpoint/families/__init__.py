@@ -16,7 +16,7 @@ from tools.mtp_checkpoint.families.qwen3_5 import QWEN3_5
 from tools.mtp_checkpoint.families.qwen3_5_moe import QWEN3_5_MOE
 from tools.mtp_checkpoint.source import HFDirectory
 
-__all__ = ["FAMILIES", "Family", "Requirement", "by_name", "detect"]
+__all__ = ["FAMILIES", "Family", "Requirement", "by_model_type", "by_name", "detect"]
 
 FAMILIES = [QWEN3_5_MOE, QWEN3_5, DEEPSEEK_V3, MIMO]
 
@@ -27,14 +27,22 @@ def detect(directory: HFDirectory) -> Family:
     Raises:
         CheckpointError: It is none of `FAMILIES`.
     """
-    found = [directory.config.get("model_type"), directory.text_config.get("model_type")]
+    return by_model_type(
+        directory.config.get("model_type"), directory.text_config.get("model_type")
+    )
+
+
+def by_model_type(*model_types: object) -> Family:
+    """Return the family that has one of these.
+
+    Raises:
+        CheckpointError: It is none of `FAMILIES`.
+    """
     for family in FAMILIES:
-        if any(model_type in family.model_types for model_type in found):
+        if any(model_type in family.model_types for model_type in model_types):
             return family
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
-    raise CheckpointError(
-        f"model_type {directory.config.get('model_type')!r} is not known; known are {known}"
-    )
+    raise CheckpointError(f"model_type {model_types[0]!r} is not known; known are {known}")
 
 
 def by_name(name: str) -> Family:

@@ -7,6 +7,7 @@ converted ones in bfloat16 are read.
 
 from __future__ import annotations
 
+from tools.mtp_checkpoint.families.checks import chosen_of, expert_groups, positive, yarn
 from tools.mtp_checkpoint.families.family import Family, Requirement
 from tools.mtp_checkpoint.families.rotary import PLAIN
 from tools.mtp_checkpoint.rules import COPY, GATE_UP, NORM, Entry
@@ -78,6 +79,8 @@ DEEPSEEK_V3 = Family(
         Requirement("hidden_act", "silu", "the layer is built with a gated SiLU", default="silu"),
         Requirement("rope_interleave", True, "the layer rotates neighbours", default=True),
         Requirement("norm_topk_prob", True, "the router renormalises", default=True),
+        Requirement("scoring_func", "sigmoid", "the router's scores are sigmoids", "sigmoid"),
+        Requirement("topk_method", "noaux_tc", "the router adds its bias", "noaux_tc"),
     ),
     fields=(
         "num_experts_per_tok",
@@ -85,6 +88,12 @@ DEEPSEEK_V3 = Family(
         "topk_group",
         "routed_scaling_factor",
         "rms_norm_eps",
+    ),
+    checks=(
+        positive("routed_scaling_factor", "rms_norm_eps", "rope_theta"),
+        chosen_of("n_routed_experts"),
+        expert_groups,
+        yarn,
     ),
     rotary=(*PLAIN, "yarn"),
     copies={

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from tools.mtp_checkpoint.errors import CheckpointError
+from tools.mtp_checkpoint.families.checks import Check
 from tools.mtp_checkpoint.families.rotary import rotary_problems
 from tools.mtp_checkpoint.rules import Dims, Entry, Rule, expand
 from tools.mtp_checkpoint.source import DTYPES, HFDirectory, dtype_problem
 
 _ROWS = 8192  # compared at a time
+_OWN_EMBEDDING = "A head with an embedding or output layer of its own is not supported"
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Family:
         layouts: The table of each layout that such a checkpoint can have.
         requirements: What config.json must say.
         fields: What else it must have, because the layer is built from it.
+        checks: What the layer needs of several fields together, or of their values.
         rotary: Kinds of rotary embedding that the layer computes; empty for not checked.
         copies: Keys, and the keys they must equal, that such a checkpoint may hold beside the head:
             copies of the target's tensors. They are not imported, and exported unchanged.
@@ -59,6 +62,7 @@ class Family:
     layouts: Mapping[str, tuple[Entry, ...]]
     requirements: tuple[Requirement, ...] = ()
     fields: tuple[str, ...] = ()
+    checks: tuple[Check, ...] = ()
     rotary: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
     zero_centred_norms: bool = False
@@ -108,6 +112,7 @@ class Family:
             if config.get(name) is None
         ]
         problems += rotary_problems(config, self.rotary) if self.rotary else []
+        problems += [problem for check in self.checks for problem in check(config)]
         try:
             dims = self.dimensions(config)
         except CheckpointError as error:
@@ -165,6 +170,14 @@ class Family:
         pairs = {prefix + key: of for key, of in self.copies.items()}
         return {key: of for key, of in pairs.items() if key in directory.tensors}
 
+    def _copy_problems(self, directory: HFDirectory) -> list[str]:
+        """Copies that cannot be any, by their headers."""
+        return [
+            f"{key} is no copy of {of}: they differ in shape or dtype. {_OWN_EMBEDDING}"
+            for key, of in self.copied_keys(directory).items()
+            if not _same_kind(directory, key, of)
+        ]
+
     def check_copies(self, directory: HFDirectory) -> None:
         """Read the copies and refuse those that are none: the head would have its own embedding.
 
@@ -172,21 +185,17 @@ class Family:
             CheckpointError: One differs from what it should be a copy of.
         """
         for key, of in self.copied_keys(directory).items():
-            info, target = directory.tensors[key], directory.tensors.get(of)
-            same = target is not None and (info.shape, info.dtype) == (target.shape, target.dtype)
-            for start in range(0, info.shape[0] if same else 0, _ROWS):
+            same, count = _same_kind(directory, key, of), directory.tensors[key].shape[0]
+            for start in range(0, count if same else 0, _ROWS):
                 rows = (directory.read_rows(name, start, start + _ROWS) for name in (key, of))
                 same = same and torch.equal(*rows)
             if not same:
-                raise CheckpointError(
-                    f"{key} is no copy of {of}: the head has an embedding or output layer of its "
-                    "own, which is not supported"
-                )
+                raise CheckpointError(f"{key} is no copy of {of}. {_OWN_EMBEDDING}")
 
     def _key_problems(self, directory: HFDirectory, rules: tuple[Rule, ...]) -> list[str]:
         shapes = {piece.key: piece.tensor_shape for rule in rules for piece in rule.pieces}
         missing = [key for key in shapes if key not in directory.tensors]
-        problems = _some(missing, "missing")
+        problems = _some(missing, "missing") + self._copy_problems(directory)
         prefix = self.key_prefix(directory.text_config)
         allowed = shapes.keys() | self.copied_keys(directory).keys()
         extra = [k for k in directory.tensors if k.startswith(prefix) and k not in allowed]
@@ -225,6 +234,11 @@ def _is_of_a_further_layer(key: str, prefix: str) -> bool:
         return False
     other = key[len(stem) + 1 :].partition(".")[0]
     return other.isdigit() and int(other) > int(number)
+
+
+def _same_kind(directory: HFDirectory, key: str, of: str) -> bool:
+    info, target = directory.tensors[key], directory.tensors.get(of)
+    return target is not None and (info.shape, info.dtype) == (target.shape, target.dtype)
 
 
 def _keys(rules: tuple[Rule, ...]) -> set[str]:

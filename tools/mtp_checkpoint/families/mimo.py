@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tools.mtp_checkpoint.families.checks import even_rotary, positive
 from tools.mtp_checkpoint.families.family import Family, Requirement
 from tools.mtp_checkpoint.families.rotary import PLAIN
 from tools.mtp_checkpoint.rules import GATE_UP, NORM, SWAP_HALVES, Entry, GroupedQKV
@@ -58,8 +59,13 @@ MIMO = Family(
         Requirement("num_nextn_predict_layers", 1, "heads of one layer are supported", default=1),
         Requirement("attention_bias", True, "the table has the biases of q, k and v", default=True),
         Requirement("hidden_act", "silu", "the layer is built with a gated SiLU", default="silu"),
+        Requirement("partial_rotary_factor", 1.0, "the layer rotates whole heads", default=1.0),
         Requirement("use_sliding_window", False, "the layer attends to all", default=False),
     ),
     fields=("num_hidden_layers", "rms_norm_eps"),
+    checks=(
+        positive("num_hidden_layers", "rms_norm_eps", "rope_theta"),
+        even_rotary("head_dim", 1.0),
+    ),
     rotary=PLAIN,
 )

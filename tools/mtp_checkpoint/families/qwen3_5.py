@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tools.mtp_checkpoint.families.checks import even_rotary, positive
 from tools.mtp_checkpoint.families.family import Family, Requirement
 from tools.mtp_checkpoint.families.rotary import PLAIN
 from tools.mtp_checkpoint.rules import COPY, GATE_UP, NORM, Entry, GroupedQKV
@@ -21,6 +22,11 @@ REQUIREMENTS = (
 )
 
 FIELDS = ("num_hidden_layers", "rms_norm_eps")
+PARTIAL_ROTARY = 0.25  # where the configuration does not say
+CHECKS = (
+    positive("num_hidden_layers", "rms_norm_eps", "rope_theta"),
+    even_rotary("head_dim", PARTIAL_ROTARY),
+)
 
 ATTENTION_AND_NORMS = (
     Entry("enorm.weight", (("pre_fc_norm_embedding.weight", "H"),), NORM),
@@ -67,6 +73,7 @@ QWEN3_5 = Family(
     layouts={"dense": ATTENTION_AND_NORMS + MLP},
     requirements=REQUIREMENTS,
     fields=FIELDS,
+    checks=CHECKS,
     rotary=PLAIN,
     zero_centred_norms=True,
 )

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from tools.mtp_checkpoint.families.checks import chosen_of
 from tools.mtp_checkpoint.families.family import Family
-from tools.mtp_checkpoint.families.qwen3_5 import ATTENTION_AND_NORMS, FIELDS, REQUIREMENTS
+from tools.mtp_checkpoint.families.qwen3_5 import (
+    ATTENTION_AND_NORMS,
+    CHECKS,
+    FIELDS,
+    REQUIREMENTS,
+)
 from tools.mtp_checkpoint.families.rotary import PLAIN
 from tools.mtp_checkpoint.rules import COPY, GATE_UP, SLICE, Entry
 
@@ -61,6 +67,7 @@ QWEN3_5_MOE = Family(
     layouts={"per-expert": SHARED + ONE_BY_ONE, "packed": SHARED + PACKED},
     requirements=REQUIREMENTS,
     fields=(*FIELDS, "num_experts_per_tok"),
+    checks=(*CHECKS, chosen_of("num_experts")),
     rotary=PLAIN,
     zero_centred_norms=True,
 )

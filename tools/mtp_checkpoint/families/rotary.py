@@ -27,4 +27,8 @@ def rotary_problems(config: Mapping[str, Any], kinds: Sequence[str]) -> list[str
         problems.append(f"rope_type is {kind!r}, expected {' or '.join(map(repr, kinds))}")
     if rotary_parameters(config).get("rope_theta", config.get("rope_theta")) is None:
         problems.append("config.json has no rope_theta, which the rotary embedding depends on")
+    if "rope_theta" in (found := rotary_parameters(config)):
+        theta = found["rope_theta"]
+        if not isinstance(theta, (int, float)) or isinstance(theta, bool) or theta <= 0:
+            problems.append(f"rope_theta is {theta!r}, expected a number above 0")
     return problems

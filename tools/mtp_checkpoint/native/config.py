@@ -10,12 +10,9 @@ import torch
 
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from tools.mtp_checkpoint.errors import CheckpointError
-from tools.mtp_checkpoint.families.rotary import (
-    PLAIN,
-    rotary_kind,
-    rotary_parameters,
-    rotary_problems,
-)
+from tools.mtp_checkpoint.families import by_model_type
+from tools.mtp_checkpoint.families.qwen3_5 import PARTIAL_ROTARY
+from tools.mtp_checkpoint.families.rotary import rotary_kind, rotary_parameters
 from tools.mtp_checkpoint.source import text_config_of
 
 IMPLEMENTATIONS = ("local", "te")
@@ -57,16 +54,19 @@ def head_config(
         cpu: Allocate parameters on the CPU.
 
     Raises:
-        CheckpointError: A model type without a builder here, or a field that is missing or that
-            the layer cannot express.
+        CheckpointError: A model type without a builder here, everything that the family's
+            `config_problems` finds, or experts that the ranks cannot share.
     """
     text = text_config_of(hf_config)
-    build = _BUILDERS.get(text.get("model_type"))
+    family = by_model_type(text.get("model_type"))
+    build = _BUILDERS.get(family.name)
     if build is None:
         raise CheckpointError(
-            f"config.json: no native head for model_type {text.get('model_type')!r}; there is "
-            f"one for {', '.join(sorted(_BUILDERS))}"
+            f"no native head for family {family.name}; there is one for "
+            f"{', '.join(sorted(_BUILDERS))}"
         )
+    if problems := family.config_problems(text):
+        raise CheckpointError(*problems)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation: expected one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}"
@@ -91,39 +91,26 @@ def head_config(
         attention_dropout=0.0,
         moe_grouped_gemm=implementation == "te" and experts > 0,
         # Of the target; the head itself is one layer behind them.
-        num_layers=_field(text, "num_hidden_layers"),
+        num_layers=text["num_hidden_layers"],
     )
     return build(text, fixed)
 
 
-def _field(text: dict[str, Any], name: str) -> Any:
-    if text.get(name) is None:
-        raise CheckpointError(f"config.json: expected {name}, which is missing")
-    return text[name]
-
-
-def _require_silu(text: dict[str, Any]) -> None:
-    if (act := text.get("hidden_act", "silu")) != "silu":
-        raise CheckpointError(f'config.json: expected hidden_act "silu", got {act!r}')
-
-
 def _rotary(text: dict[str, Any]) -> tuple[Mapping[str, Any], float]:
-    """The rotary parameters of a plain rotary embedding, and its base."""
-    if problems := rotary_problems(text, PLAIN):
-        raise CheckpointError(*problems)
+    """The rotary parameters of a rotary embedding, and its base."""
     rotary = rotary_parameters(text)
     return rotary, float(rotary.get("rope_theta", text.get("rope_theta")))
 
 
 def _attention_fields(text: dict[str, Any]) -> dict[str, Any]:
-    heads = _field(text, "num_attention_heads")
+    heads = text["num_attention_heads"]
     return dict(
-        hidden_size=_field(text, "hidden_size"),
+        hidden_size=text["hidden_size"],
         num_attention_heads=heads,
         num_query_groups=text.get("num_key_value_heads", heads),
         kv_channels=text.get("head_dim") or text["hidden_size"] // heads,
         normalization="RMSNorm",
-        layernorm_epsilon=_field(text, "rms_norm_eps"),
+        layernorm_epsilon=text["rms_norm_eps"],
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
@@ -132,9 +119,6 @@ def _attention_fields(text: dict[str, Any]) -> dict[str, Any]:
 
 def _qwen3_5(text: dict[str, Any], fixed: dict[str, Any]) -> HeadConfig:
     """Qwen3.5 and Qwen3.6, dense and MoE: gated attention, norms that apply 1 + w."""
-    _require_silu(text)
-    if text.get("attention_bias"):
-        raise CheckpointError("config.json: attention_bias is set; expected projections without")
     rotary, theta = _rotary(text)
     fields = _attention_fields(text) | dict(
         attention_output_gate=True,
@@ -143,33 +127,32 @@ def _qwen3_5(text: dict[str, Any], fixed: dict[str, Any]) -> HeadConfig:
     )
     if "num_experts" in text:
         fields |= dict(
-            ffn_hidden_size=_field(text, "moe_intermediate_size"),
-            moe_ffn_hidden_size=_field(text, "moe_intermediate_size"),
-            num_moe_experts=_field(text, "num_experts"),
-            moe_router_topk=_field(text, "num_experts_per_tok"),
+            ffn_hidden_size=text["moe_intermediate_size"],
+            moe_ffn_hidden_size=text["moe_intermediate_size"],
+            num_moe_experts=text["num_experts"],
+            moe_router_topk=text["num_experts_per_tok"],
             # Softmax over the chosen logits is softmax over all of them, renormalised.
             moe_router_pre_softmax=False,
             moe_router_score_function="softmax",
             moe_router_load_balancing_type="none",
             moe_aux_loss_coeff=0.0,
-            moe_shared_expert_intermediate_size=_field(text, "shared_expert_intermediate_size"),
+            moe_shared_expert_intermediate_size=text["shared_expert_intermediate_size"],
             moe_shared_expert_gate=True,
             moe_token_dispatcher_type="alltoall",  # allgather needs equal token counts per rank
         )
     else:
-        fields |= dict(ffn_hidden_size=_field(text, "intermediate_size"))
+        fields |= dict(ffn_hidden_size=text["intermediate_size"])
     config = TransformerConfig(**fields, **fixed)
-    fraction = rotary.get("partial_rotary_factor", text.get("partial_rotary_factor", 0.25))
+    fraction = rotary.get(
+        "partial_rotary_factor", text.get("partial_rotary_factor", PARTIAL_ROTARY)
+    )
     return HeadConfig(config, True, int(config.kv_channels * fraction), theta)
 
 
 def _mimo(text: dict[str, Any], fixed: dict[str, Any]) -> HeadConfig:
     """MiMo: a dense Qwen2 layer, with biases on queries, keys and values."""
-    _require_silu(text)
-    if text.get("use_sliding_window"):
-        raise CheckpointError("config.json: use_sliding_window is set; expected full attention")
     fields = _attention_fields(text) | dict(
-        ffn_hidden_size=_field(text, "intermediate_size"),
+        ffn_hidden_size=text["intermediate_size"],
         add_qkv_bias=bool(text.get("attention_bias", True)),
         persist_layer_norm=False,
     )
@@ -179,45 +162,35 @@ def _mimo(text: dict[str, Any], fixed: dict[str, Any]) -> HeadConfig:
 
 def _deepseek_v3(text: dict[str, Any], fixed: dict[str, Any]) -> HeadConfig:
     """DeepSeek-V3: multi-latent attention, sigmoid router limited to groups of experts."""
-    _require_silu(text)
-    wanted = dict(attention_bias=False, rope_interleave=True, norm_topk_prob=True)
-    for name, value in wanted.items():
-        if text.get(name, value) != value:
-            raise CheckpointError(f"config.json: expected {name} {value}, got {text[name]}")
-    topk, groups = _field(text, "num_experts_per_tok"), _field(text, "topk_group")
-    if topk != 2 * groups:
-        raise CheckpointError(
-            "config.json: a group of experts is chosen by its two best, which Megatron does for "
-            f"num_experts_per_tok = 2 · topk_group; got {topk} and {groups}"
-        )
-    width = _field(text, "moe_intermediate_size")
+    topk, groups = text["num_experts_per_tok"], text["topk_group"]
+    width = text["moe_intermediate_size"]
     fields = dict(
-        hidden_size=_field(text, "hidden_size"),
-        num_attention_heads=_field(text, "num_attention_heads"),
+        hidden_size=text["hidden_size"],
+        num_attention_heads=text["num_attention_heads"],
         q_lora_rank=text.get("q_lora_rank"),
-        kv_lora_rank=_field(text, "kv_lora_rank"),
-        qk_head_dim=_field(text, "qk_nope_head_dim"),
-        qk_pos_emb_head_dim=_field(text, "qk_rope_head_dim"),
-        v_head_dim=_field(text, "v_head_dim"),
+        kv_lora_rank=text["kv_lora_rank"],
+        qk_head_dim=text["qk_nope_head_dim"],
+        qk_pos_emb_head_dim=text["qk_rope_head_dim"],
+        v_head_dim=text["v_head_dim"],
         qk_layernorm=True,
-        layernorm_epsilon=_field(text, "rms_norm_eps"),
+        layernorm_epsilon=text["rms_norm_eps"],
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         ffn_hidden_size=width,
         moe_ffn_hidden_size=width,
-        num_moe_experts=_field(text, "n_routed_experts"),
+        num_moe_experts=text["n_routed_experts"],
         moe_router_topk=topk,
-        moe_router_num_groups=_field(text, "n_group"),
+        moe_router_num_groups=text["n_group"],
         moe_router_group_topk=groups,
         moe_router_score_function="sigmoid",
-        moe_router_topk_scaling_factor=_field(text, "routed_scaling_factor"),
+        moe_router_topk_scaling_factor=text["routed_scaling_factor"],
         moe_router_dtype="fp32",
         moe_router_enable_expert_bias=True,
         moe_router_bias_update_rate=0.0,
         moe_router_load_balancing_type="none",
         moe_aux_loss_coeff=0.0,
-        moe_shared_expert_intermediate_size=width * _field(text, "n_shared_experts"),
+        moe_shared_expert_intermediate_size=width * text["n_shared_experts"],
         moe_token_dispatcher_type="alltoall",
     )
     config = MLATransformerConfig(**fields, **_mla_rotary(text), **fixed)
@@ -231,9 +204,9 @@ def _mla_rotary(text: dict[str, Any]) -> dict[str, Any]:
         return dict(rope_type="rope", rotary_base=_rotary(text)[1])
     return dict(
         rope_type="yarn",
-        rotary_base=float(scaled.get("rope_theta") or _field(text, "rope_theta")),
-        rotary_scaling_factor=_field(scaled, "factor"),
-        original_max_position_embeddings=_field(scaled, "original_max_position_embeddings"),
+        rotary_base=float(scaled.get("rope_theta", text.get("rope_theta"))),
+        rotary_scaling_factor=scaled["factor"],
+        original_max_position_embeddings=scaled["original_max_position_embeddings"],
         beta_fast=scaled.get("beta_fast", 32),
         beta_slow=scaled.get("beta_slow", 1),
         mscale=scaled.get("mscale", 1.0),
@@ -241,9 +214,9 @@ def _mla_rotary(text: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-_BUILDERS: dict[str | None, Callable[[dict[str, Any], dict[str, Any]], HeadConfig]] = {
-    "qwen3_5_moe_text": _qwen3_5,
-    "qwen3_5_text": _qwen3_5,
+_BUILDERS: dict[str, Callable[[dict[str, Any], dict[str, Any]], HeadConfig]] = {
+    "qwen3_5_moe": _qwen3_5,
+    "qwen3_5": _qwen3_5,
     "mimo": _mimo,
     "deepseek_v3": _deepseek_v3,
 }
