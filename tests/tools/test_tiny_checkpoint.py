@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import resource
 import subprocess
 import sys
 
@@ -188,6 +189,22 @@ def test_an_existing_directory_is_left_alone(tmp_path, capsys):
     assert main(["--out", str(tmp_path / "out")]) == 2
     assert "exists" in capsys.readouterr().err
     assert [f.name for f in (tmp_path / "out").iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("room", [500, 20_000, 100_000], ids=["text", "tokenizer", "shards"])
+def test_a_full_disk_is_an_error_in_words_and_leaves_nothing(tmp_path, capsys, room):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))  # the kernel refuses longer files
+    try:
+        status = main(["--out", str(tmp_path / "out")])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert status == 2
+    assert said == (
+        f"error: {tmp_path / 'out'} cannot be written: File too large. Nothing has been written"
+    )
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_command_makes_what_its_options_say(tmp_path, capsys):

@@ -145,6 +145,8 @@ def _run_inspect(options: argparse.Namespace) -> int:
         print(json.dumps(found.to_json(), indent=2))
     else:
         console().print(inspection_table(found, options.full))
+        for name in found.ignored:
+            print(f"ignored, and not opened: {name}, a pickle that is no weights of the model")
         for problem in found.problems:
             print(f"problem: {problem}")
         if not found.problems:

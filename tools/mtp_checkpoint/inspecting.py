@@ -27,6 +27,7 @@ class Inspection:
         tensors: The head's tensors, by key; with copies of the target's tensors, if there are any.
         problems: Everything that would make an import fail, so far as headers show it. Values that
             are not finite show only when they are read.
+        ignored: Pickles that hold no weights of the model; they were not opened.
     """
 
     path: Path
@@ -34,6 +35,7 @@ class Inspection:
     layout: str | None
     tensors: tuple[TensorInfo, ...]
     problems: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -48,6 +50,7 @@ class Inspection:
             "layout": self.layout,
             "bytes": self.nbytes,
             "problems": list(self.problems),
+            "ignored": list(self.ignored),
             "tensors": {
                 info.key: {
                     "shape": list(info.shape),
@@ -70,10 +73,13 @@ def inspect_directory(path: Path) -> Inspection:
     try:
         family = detect(directory)
     except CheckpointError as error:
-        return Inspection(Path(path), None, None, (), (*problems, *error.problems))
+        problems = [*problems, *error.problems]
+        return Inspection(Path(path), None, None, (), tuple(problems), directory.ignored)
     problems += [p for p in family.problems(directory) if p not in problems]
     layout, tensors = _layout(family, directory), _head(family, directory)
-    return Inspection(Path(path), family.name, layout, tensors, tuple(problems))
+    return Inspection(
+        Path(path), family.name, layout, tensors, tuple(problems), directory.ignored
+    )
 
 
 def inspection_table(found: Inspection, full: bool = False) -> Table:

@@ -15,13 +15,11 @@ from safetensors import safe_open
 
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.headers import Header, TensorInfo, read_header
+from tools.mtp_checkpoint.pickles import find_pickles
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-# What pickles are called. The trainer's arguments hold no weights, and are only ever copied.
-_PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
-_NO_WEIGHTS = ("training_args.bin",)
 _SCALES = ("weight_scale_inv", "weight_scale", "input_scale", "qweight", "qzeros", "scales")
 
 
@@ -35,6 +33,7 @@ class HFDirectory:
         tensors: Every tensor of every shard, by key.
         headers: Every shard's header, by file name.
         index: Contents of the index, or None for a single file.
+        ignored: Pickles that are no weights of the model, such as a trainer's state: never opened.
     """
 
     path: Path
@@ -42,6 +41,7 @@ class HFDirectory:
     tensors: dict[str, TensorInfo]
     headers: dict[str, Header]
     index: dict[str, Any] | None
+    ignored: tuple[str, ...] = ()
 
     @classmethod
     def open(cls, path: str | Path) -> HFDirectory:
@@ -64,7 +64,8 @@ class HFDirectory:
         """
         path = Path(path)
         config = _read_json(path, "config.json", path.is_dir())
-        problems = [*_pickles(path), *_broken_links(path), *_quantisation(config)]
+        weights, ignored = find_pickles(path)
+        problems = [*_pickled(weights), *_broken_links(path), *_quantisation(config)]
         index = _read_json(path, INDEX, True) if (path / INDEX).exists() else None
         if index is not None:
             _check_index(path / INDEX, index)
@@ -76,7 +77,7 @@ class HFDirectory:
         scaled = sorted(key for key in tensors if key.rpartition(".")[2] in _SCALES)
         if scaled and "quantization_config" not in config:
             problems.append(_quantised(f"it has {len(scaled)} scales such as {scaled[0]}"))
-        return cls(path, config, tensors, headers, index), problems
+        return cls(path, config, tensors, headers, index, ignored), problems
 
     @property
     def text_config(self) -> dict[str, Any]:
@@ -133,16 +134,11 @@ def _read_json(path: Path, name: str, is_directory: bool) -> dict[str, Any]:
     return contents
 
 
-def _pickles(path: Path) -> list[str]:
-    found = sorted(
-        str(file.relative_to(path))
-        for file in path.rglob("*")
-        if file.suffix.lower() in _PICKLED and file.name not in _NO_WEIGHTS
-    )
-    if not found:
+def _pickled(weights: tuple[str, ...]) -> list[str]:
+    if not weights:
         return []
     return [
-        f"pickled weights are refused, and were not opened: {', '.join(found[:3])}. Only "
+        f"pickled weights are refused, and were not opened: {', '.join(weights[:3])}. Only "
         "safetensors is read; convert them, or move them out of the directory"
     ]
 

@@ -34,12 +34,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return its exit code: 0, or 2 for arguments that cannot work."""
+    """Run the command; return its exit code: 0, or 2 for arguments that cannot work or a full disk."""
     options = vars(_parser().parse_args(arguments))
     try:
         path = make(options.pop("out"), **options)
     except (FileExistsError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename else ""
+        print(f"error: {error.strerror}{where}. Nothing has been written", file=sys.stderr)
         return 2
     print(f"made {path}: {options['family']}, {options['dtype']}")
     return 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -53,6 +56,7 @@ def make(
     Raises:
         FileExistsError: ``out`` exists.
         ValueError: An argument outside what is said above.
+        OSError: The disk is full, or cannot be written; nothing is left of it.
     """
     out = Path(out)
     shape, layout = _checked(family, layout, dtype, hidden, experts, train_steps)
@@ -64,12 +68,28 @@ def make(
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        write(partial, shape, layout, dtype, sizes, seed, train_steps)
+        with _disk_errors(out):
+            write(partial, shape, layout, dtype, sizes, seed, train_steps)
         partial.chmod(0o755)
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out
+
+
+@contextlib.contextmanager
+def _disk_errors(out: Path) -> Iterator[None]:
+    """Libraries in Rust report a full disk as errors of their own: make them OSError again."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(error.errno, f"{out} cannot be written: {reason}") from error
+    except Exception as error:
+        if found := re.search(r"\(os error (\d+)\)", str(error)):
+            number = int(found[1])
+            raise OSError(number, f"{out} cannot be written: {os.strerror(number)}") from error
+        raise
 
 
 def _checked(

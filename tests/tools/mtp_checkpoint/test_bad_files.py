@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.tools.mtp_checkpoint.directories import INDEX, file_of, refusal
+from tools.mtp_checkpoint import cli
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.inspecting import inspect_directory
 from tools.mtp_checkpoint.source import HFDirectory
@@ -28,12 +29,43 @@ class Explosive:
         return open, (str(self.path), "w")
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.PT", "original/model.pth"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "Pytorch_Model-00001-of-00002.BIN", "part/adapter_model.bin"]
+)
 def test_pickled_weights_are_refused_and_never_unpickled(damaged, tmp_path, name):
     trace = tmp_path / "unpickled"
     (damaged / name).parent.mkdir(exist_ok=True)
     (damaged / name).write_bytes(pickle.dumps(Explosive(trace)))
     assert f"pickled weights are refused, and were not opened: {name}" in refusal(damaged)
+    assert not trace.exists()
+
+
+def test_pickled_weights_that_an_index_names_are_refused(damaged, tmp_path):
+    (damaged / "weights.pt").write_bytes(pickle.dumps(Explosive(tmp_path / "unpickled")))
+    index = {"weight_map": {NORM: "weights.pt"}}
+    (damaged / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert "pickled weights are refused, and were not opened: weights.pt" in refusal(damaged)
+    assert not (tmp_path / "unpickled").exists()
+    (damaged / "pytorch_model.bin.index.json").write_text("no JSON")
+    assert inspect_directory(damaged).problems == ()
+
+
+TRAINERS = ("optimizer.pt", "rng_state.pth", "scaler.pt", "scheduler.pt", "training_args.bin")
+
+
+def test_what_a_trainer_leaves_beside_the_weights_is_ignored_and_said_so(
+    damaged, tmp_path, capsys
+):
+    trace = tmp_path / "unpickled"
+    for name in TRAINERS:
+        (damaged / name).write_bytes(pickle.dumps(Explosive(trace)))
+    found = inspect_directory(damaged)
+    assert (found.problems, found.ignored) == ((), TRAINERS)
+    assert found.to_json()["ignored"] == list(TRAINERS)
+    assert cli.main(["inspect", str(damaged)]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"ignored, and not opened: {name}, a pickle" in printed for name in TRAINERS)
+    assert cli.main(["import", str(damaged), "--out", str(tmp_path / "out")]) == 0
     assert not trace.exists()
 
 
