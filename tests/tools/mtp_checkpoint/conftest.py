@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from tests.tools.mtp_checkpoint.directories import copy_of
+from tests.tools.mtp_checkpoint.directories import copy_of, digests
 
 
 @pytest.fixture(autouse=True)
@@ -60,3 +60,14 @@ def imported(tiny, tmp_path_factory):
 def damaged(tiny, tmp_path):
     """A per-expert checkpoint that the test may damage."""
     return copy_of(tiny(), tmp_path / "damaged")
+
+
+@pytest.fixture
+def untouched(tiny, imported, tmp_path):
+    """A checkpoint and what to export it into; both must stay as they are, with nothing beside."""
+    (tmp_path / "work").mkdir()
+    checkpoint, like = imported(), tiny()
+    before = digests(checkpoint), digests(like)
+    yield checkpoint, like, tmp_path / "work" / "out"
+    assert (digests(checkpoint), digests(like)) == before
+    assert not any((tmp_path / "work").iterdir())

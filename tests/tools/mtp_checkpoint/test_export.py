@@ -61,15 +61,19 @@ def test_a_round_trip_keeps_every_bit(
     assert {key for key in found if key.startswith("mtp.")} == {row.key for row in report.rows}
 
 
-@pytest.mark.parametrize("held", ["fp32", "bf16"])
-@pytest.mark.parametrize("family, ranks", [("qwen3_5", 1), ("mimo", 1), ("deepseek_v3", 2)])
+@pytest.mark.parametrize("stored, held", DTYPES)
+@pytest.mark.parametrize(
+    "family, ranks",
+    [("qwen3_5", 1), ("mimo", 1), ("deepseek_v3", 1), ("deepseek_v3", 2), ("deepseek_v3", 4)],
+)
 def test_the_other_families_come_back_byte_for_byte(
-    tiny, imported, tmp_path, family, ranks, held
+    tiny, imported, tmp_path, family, ranks, stored, held
 ):
-    checkpoint = imported(family, ranks=ranks, to=held)
-    report = export_directory(checkpoint, tiny(family), tmp_path / "out")
-    assert report.changed == 0
-    assert digests(tmp_path / "out") == digests(tiny(family))
+    like = tiny(family, None, stored)
+    checkpoint = imported(family, None, stored, ranks=ranks, to=held)
+    report = export_directory(checkpoint, like, tmp_path / "out")
+    assert report.changed == 0 and len(report.rows) > 10
+    assert digests(tmp_path / "out") == digests(like)
 
 
 def trained(groups, checkpoint, out, names):
