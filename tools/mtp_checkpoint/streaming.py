@@ -15,6 +15,7 @@ import torch
 from torch.distributed import checkpoint as torch_checkpoint
 
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -25,9 +26,9 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
-# Of Transformer Engine's modules: scales of FP8, which a head never has. Local modules have none,
-# so that a checkpoint with them, or one that is asked for them, would not fit the other layer.
-_EXTRA_STATE = re.compile(r"\._extra_state\d*$")
+# Scales of FP8, which a head never has. Megatron's local modules and Transformer Engine's do not
+# have them in the same places: they are written, as a GPTModel expects, and never read.
+_EXTRA_STATE = re.compile(r"\._extra_state\d*($|/)")
 
 
 class StreamingSave(TorchDistSaveShardedStrategy):
@@ -62,7 +63,9 @@ def save(module: Any, directory: Path) -> None:
         module: Of Megatron, or with such a method.
         directory: An empty directory on a disk that all ranks share.
     """
-    dist_checkpointing.save(_tensors(module), str(directory), sharded_strategy=StreamingSave())
+    dist_checkpointing.save(
+        module.sharded_state_dict(), str(directory), sharded_strategy=StreamingSave()
+    )
 
 
 def load(module: torch.nn.Module, directory: Path) -> None:
@@ -72,12 +75,16 @@ def load(module: torch.nn.Module, directory: Path) -> None:
         megatron.core.dist_checkpointing.core.CheckpointingException: Module and checkpoint do not
             have the same tensors.
     """
-    state = _tensors(module)
+    state = module.sharded_state_dict()
+    state = {name: entry for name, entry in state.items() if not _EXTRA_STATE.search(name)}
     # A factory's parts are views of its parameter. Without it nothing joins them: they are there.
     factories = {k: f for k, f in state.items() if isinstance(f, ShardedTensorFactory)}
     for name, factory in factories.items():
         state[name] = factory.build()
-    loaded = dist_checkpointing.load(state, str(directory), strict=StrictHandling.RAISE_ALL)
+    loaded, *differing = dist_checkpointing.load(
+        state, str(directory), strict=StrictHandling.RETURN_ALL
+    )
+    _check_keys(*differing)
     whole = module.state_dict()
     for name, factory in factories.items():
         in_place = all(_is_part(part, whole[name]) for part in nested_values(loaded[name]))
@@ -86,10 +93,14 @@ def load(module: torch.nn.Module, directory: Path) -> None:
     module.load_state_dict(loaded | extra)
 
 
-def _tensors(module: Any) -> ShardedStateDict:
-    """The module's sharded state without `_EXTRA_STATE`."""
-    state = module.sharded_state_dict()
-    return {name: entry for name, entry in state.items() if not _EXTRA_STATE.search(name)}
+def _check_keys(only_there: set[str], only_here: set[str]) -> None:
+    """Raise unless checkpoint and module have the same keys."""
+    only_there = {key for key in only_there if not _EXTRA_STATE.search(key)}
+    if only_there or only_here:
+        raise CheckpointingException(
+            f"keys only in the checkpoint: {sorted(only_there) or 'none'}, only in the layer: "
+            f"{sorted(only_here) or 'none'}"
+        )
 
 
 def _is_part(part: torch.Tensor, whole: torch.Tensor) -> bool:
