@@ -19,6 +19,7 @@ from tools.mtp_checkpoint.families import detect
 from tools.mtp_checkpoint.mapping import fill
 from tools.mtp_checkpoint.report import ImportReport, Row, checksum
 from tools.mtp_checkpoint.rules import Piece, Rule
+from tools.mtp_checkpoint.served import Served
 from tools.mtp_checkpoint.source import HFDirectory
 from tools.mtp_checkpoint.staging import check_destination, check_space, staged
 
@@ -29,7 +30,13 @@ _LOSSLESS["torch.float32"] += ("torch.bfloat16", "torch.float16")
 
 
 def import_directory(
-    path: Path, out: Path, *, ranks: int = 1, dtype: torch.dtype | None = None
+    path: Path,
+    out: Path,
+    *,
+    ranks: int = 1,
+    dtype: torch.dtype | None = None,
+    depths: int = 1,
+    engine: str | None = None,
 ) -> ImportReport | None:
     """Import a checkpoint's head and write it as a distributed checkpoint.
 
@@ -38,6 +45,7 @@ def import_directory(
         out: New directory; it appears when all is written.
         ranks: Expert-parallel size: ranks that share the routed experts.
         dtype: Of the parameters; None takes float32, the dtype to train in.
+        depths, engine: See `Served.of`. Written beside the one layer, which is the same.
 
     Returns:
         The report, on the first rank.
@@ -47,6 +55,7 @@ def import_directory(
     """
     directory = HFDirectory.open(path)
     family = detect(directory)
+    served = Served.of(family, depths, engine)
     rules = family.check(directory)
     family.check_copies(directory)
     check_experts(rules, ranks)
@@ -55,7 +64,7 @@ def import_directory(
     check_space(out, dtype.itemsize * _parameters(rules))
     first = launch.is_first_rank()
     with staged(out, owner=first, token=launch.shared_token()) as temporary:
-        report = launch.run(_import_rank, ranks, path, temporary, dtype)[0]
+        report = launch.run(_import_rank, ranks, path, temporary, dtype, served)[0]
     return report if first else None
 
 
@@ -232,14 +241,16 @@ def _parameters(rules: tuple[Rule, ...]) -> int:
     return sum(torch.Size(rule.target_shape).numel() for rule in rules)
 
 
-def _import_rank(groups: Any, path: Path, out: Path, dtype: torch.dtype) -> ImportReport:
+def _import_rank(
+    groups: Any, path: Path, out: Path, dtype: torch.dtype, served: Served
+) -> ImportReport:
     from tools.mtp_checkpoint.native.layer import build_mtp_block
 
     directory = HFDirectory.open(path)
     head = build_mtp_block(directory.config, groups=groups, dtype=dtype, device="cpu")
     report = import_head(directory, head, groups, progress=True)
     contents = manifest(directory, report.family, report.layout, dtype)
-    save_head(head, out, contents)
+    save_head(head, out, served.written(contents))
     if dist.get_rank() == 0:
         write_json(out / REPORT, report.to_json())
     return report

@@ -16,6 +16,7 @@ from tools.mtp_checkpoint.checkpoint import DTYPES, check_fit, load_head, read_m
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.families import detect
 from tools.mtp_checkpoint.reference import ReferenceHead
+from tools.mtp_checkpoint.served import Served
 from tools.mtp_checkpoint.source import HFDirectory
 from tools.mtp_checkpoint.verify_options import (
     CE_LIMIT,
@@ -28,6 +29,7 @@ from tools.mtp_checkpoint.verify_rows import Rows, random_rows, target_rows
 
 if TYPE_CHECKING:
     from tools.mtp_checkpoint.comparing import Comparison
+    from tools.mtp_checkpoint.comparing_chain import StepComparison
 
 _SHOWN_FLIPS = 8
 
@@ -94,8 +96,13 @@ class VerifyReport:
         }
 
 
-def report_on(rows: Rows, comparison: Comparison, tolerance: float = TOLERANCE) -> VerifyReport:
-    """Judge a comparison."""
+def report_on(
+    rows: Rows,
+    comparison: Comparison,
+    tolerance: float = TOLERANCE,
+    later_steps: tuple[StepComparison, ...] = (),
+) -> VerifyReport:
+    """Judge a comparison, and those of the depths after the first."""
     c = comparison
 
     def at_most(name: str, value: float, limit: float, unit: str = "") -> Check:
@@ -131,6 +138,17 @@ def report_on(rows: Rows, comparison: Comparison, tolerance: float = TOLERANCE) 
     if c.pre_norm_ce is not None:
         name = "mean CE if fed pre-norm states (a trained head: higher)"
         checks.append(informative(name, c.pre_norm_ce))
+    for s in later_steps:
+        difference = abs(s.native_ce - s.reference_ce) / abs(s.reference_ce)
+        of = f"depth {s.depth}: "
+        checks += [
+            at_most(of + "hidden state, max |Δ|, routers agreeing", s.delta, tolerance),
+            informative(of + "rows that a router flip has touched", s.touched),
+            at_most(of + f"flips with a gap above {TIE_GAP:g}", s.flips_beyond_ties, 0),
+            Check(of + "argmax agreement", s.argmax_agreement, "= 1", s.argmax_agreement == 1.0),
+            at_most(of + "mean CE, relative difference", difference, CE_LIMIT),
+            informative(of + "same argmax with the engine's own attention", s.served_argmax),
+        ]
     count, per_sequence = len(c.delta_N), rows.token_ids_BS.shape[1] - 2
     return VerifyReport(rows.source, count, per_sequence, c, tuple(checks))
 
@@ -159,7 +177,7 @@ def verify(
         rows_from: "target" runs the target through transformers, "random" does without.
         text: What the target reads; None takes Python's manual.
         batch: Sequences.
-        length: Tokens of each, at least 3.
+        length: Tokens of each, at least 2 more than the head has depths.
         seed: Of random rows.
         tolerance: Largest difference allowed in a hidden state.
 
@@ -167,11 +185,16 @@ def verify(
         CheckpointError: Something cannot be read, the head is of a model of another family or
             size, or the target cannot be run.
     """
-    from tools.mtp_checkpoint.comparing import compare  # Megatron, once `launch` has found it
+    # Megatron, once `launch` has found it
+    from tools.mtp_checkpoint.comparing import compare
+    from tools.mtp_checkpoint.comparing_chain import compare_later_steps
 
-    if batch < 1 or length < 3:
-        raise CheckpointError(f"rows: expected at least 1 × 3 tokens, got {batch} × {length}")
     source, contents = HFDirectory.open(directory), read_manifest(checkpoint)
+    least = 2 + Served.read(contents).depths
+    if batch < 1 or length < least:
+        raise CheckpointError(
+            f"rows: expected at least 1 × {least} tokens, got {batch} × {length}"
+        )
     check_fit(contents, detect(source), source)
     head = load_head(checkpoint, groups=groups, dtype=torch.float32)
     stored = DTYPES[contents["dtype"]]
@@ -180,7 +203,8 @@ def verify(
         rows = target_rows(source, text, batch, length)
     else:
         rows = random_rows(source, batch, length, seed)
-    return report_on(rows, compare(head.eval(), reference, rows), tolerance)
+    comparison = compare(head.eval(), reference, rows)
+    return report_on(rows, comparison, tolerance, compare_later_steps(head, reference, rows))
 
 
 def run(options: argparse.Namespace) -> int:

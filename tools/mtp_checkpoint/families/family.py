@@ -15,6 +15,7 @@ from tools.mtp_checkpoint.rules import Dims, Entry, Rule, expand
 from tools.mtp_checkpoint.source import DTYPES, HFDirectory, dtype_problem
 
 _ROWS = 8192  # compared at a time
+ENGINES = ("vllm", "sglang")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,9 @@ class Family:
         copies: Keys, and the keys they must equal, that such a checkpoint may hold beside the head:
             copies of the target's tensors. They are not imported, and exported unchanged.
         zero_centred_norms: Whether a norm with weight w multiplies by 1 + w.
+        feedback: For each of `ENGINES`, which hidden state of the layer its next draft step reads:
+            "post-norm", behind the layer's closing norm, or "pre-norm". What is not there is not
+            known.
     """
 
     name: str
@@ -62,6 +66,7 @@ class Family:
     rotary: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
     zero_centred_norms: bool = False
+    feedback: Mapping[str, str] = field(default_factory=dict)
 
     def key_prefix(self, config: Mapping[str, Any]) -> str:
         """What every key of this model's head begins with."""

@@ -62,4 +62,6 @@ MIMO = Family(
     ),
     fields=("num_hidden_layers", "rms_norm_eps"),
     rotary=PLAIN,
+    # Both engines' models/mimo_mtp.py return what final_layernorm puts out.
+    feedback={"vllm": "post-norm", "sglang": "post-norm"},
 )

@@ -22,6 +22,9 @@ REQUIREMENTS = (
 
 FIELDS = ("num_hidden_layers", "rms_norm_eps")
 
+# vLLM: models/qwen3_5_mtp.py returns what its norm puts out. SGLang: models/qwen3_5_mtp.py, too.
+FEEDBACK = {"vllm": "post-norm", "sglang": "post-norm"}
+
 ATTENTION_AND_NORMS = (
     Entry("enorm.weight", (("pre_fc_norm_embedding.weight", "H"),), NORM),
     Entry("hnorm.weight", (("pre_fc_norm_hidden.weight", "H"),), NORM),
@@ -69,4 +72,5 @@ QWEN3_5 = Family(
     fields=FIELDS,
     rotary=PLAIN,
     zero_centred_norms=True,
+    feedback=FEEDBACK,
 )

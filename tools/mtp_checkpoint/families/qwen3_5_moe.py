@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from tools.mtp_checkpoint.families.family import Family
-from tools.mtp_checkpoint.families.qwen3_5 import ATTENTION_AND_NORMS, FIELDS, REQUIREMENTS
+from tools.mtp_checkpoint.families.qwen3_5 import (
+    ATTENTION_AND_NORMS,
+    FEEDBACK,
+    FIELDS,
+    REQUIREMENTS,
+)
 from tools.mtp_checkpoint.families.rotary import PLAIN
 from tools.mtp_checkpoint.rules import COPY, GATE_UP, SLICE, Entry
 
@@ -63,4 +68,5 @@ QWEN3_5_MOE = Family(
     fields=(*FIELDS, "num_experts_per_tok"),
     rotary=PLAIN,
     zero_centred_norms=True,
+    feedback=FEEDBACK,
 )
