@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tools.mtp_checkpoint.engines import ENGINES
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.verify_options import add_arguments
 
@@ -107,7 +108,10 @@ def _import(parser: argparse.ArgumentParser) -> None:
         "run it K times",
     )
     parser.add_argument(
-        "--engine", help="vllm (default) or sglang: whose way of feeding hidden states back"
+        "--engine",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help="whose way of feeding hidden states back (vllm)",
     )
     parser.add_argument("--full", action="store_true", help="one line for each expert's tensor")
     parser.set_defaults(run=_run_import)

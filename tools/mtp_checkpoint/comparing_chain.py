@@ -1,4 +1,4 @@
-"""The later draft steps of two heads on the same rows; step 1 is `tools.mtp_checkpoint.comparing`'s.
+"""The later draft steps of two heads on the same rows; `comparing` compares the first.
 
 B: batch, S: sequence, H: hidden size, N: rows whose target exists at every depth, V: vocabulary.
 """

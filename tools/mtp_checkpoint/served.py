@@ -1,7 +1,7 @@
 """How a rollout engine runs a head of one layer: how often, and on which of its hidden states.
 
-An engine drafts K tokens per step by running the layer K times. From the second time on it reads the
-layer's own hidden state: what its closing norm put out ("post-norm") or took in ("pre-norm").
+An engine drafts K tokens per step by running the layer K times. From the second time on it reads
+the layer's own hidden state: what its closing norm put out ("post-norm") or took in ("pre-norm").
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from tools.mtp_checkpoint.engines import ENGINES
 from tools.mtp_checkpoint.errors import CheckpointError
-from tools.mtp_checkpoint.families.family import ENGINES, Family
+from tools.mtp_checkpoint.families.family import Family
 
 _KEY = "served"  # in mtp_head.json
 _FEEDBACKS = ("post-norm", "pre-norm")

@@ -51,14 +51,16 @@ def spec_of(feedback=None, depths=DEPTHS, **fields):
     return ModelSpec(**{**sizes, **fields}, overrides=overrides)
 
 
+def plain_norm(weights, name, x_BSH):
+    weight_H, bias_H = weights[f"{name}.weight"], weights[f"{name}.bias"]
+    return F.layer_norm(x_BSH, x_BSH.shape[-1:], weight_H, bias_H)
+
+
 def plain_layer(weights, heads, x_BSH):
     """Upstream's local layer in PyTorch: pre-norm attention with rotary embedding, then an MLP.
 
     ``linear_qkv`` has, per head, the rows of query, key and value.
     """
-
-    def norm(name, x_BSH):
-        return F.layer_norm(x_BSH, x_BSH.shape[-1:], weights[f"{name}.weight"], weights[f"{name}.bias"])
 
     def linear(name, x_BSH):
         return F.linear(x_BSH, weights[f"{name}.weight"], weights[f"{name}.bias"])
@@ -70,13 +72,13 @@ def plain_layer(weights, heads, x_BSH):
         turned = torch.cat([-x_BASD[..., half:], x_BASD[..., :half]], dim=-1)
         return x_BASD * angles_SD.cos().to(x_BASD) + turned * angles_SD.sin().to(x_BASD)
 
-    qkv = linear("self_attention.linear_qkv", norm("input_layernorm", x_BSH))
+    qkv = linear("self_attention.linear_qkv", plain_norm(weights, "input_layernorm", x_BSH))
     q, k, v = qkv.unflatten(-1, (heads, -1)).transpose(1, 2).chunk(3, dim=-1)
     attended = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
     attended = attended.transpose(1, 2).flatten(2)
     x_BSH = x_BSH + linear("self_attention.linear_proj", attended)
-    inner = F.gelu(linear("mlp.linear_fc1", norm("pre_mlp_layernorm", x_BSH)))
-    return x_BSH + linear("mlp.linear_fc2", inner)
+    inner = linear("mlp.linear_fc1", plain_norm(weights, "pre_mlp_layernorm", x_BSH))
+    return x_BSH + linear("mlp.linear_fc2", F.gelu(inner))
 
 
 def plain_chain(model, batch, hidden_BSH, feedback):
@@ -87,7 +89,7 @@ def plain_chain(model, batch, hidden_BSH, feedback):
         own = dict(layer.named_parameters())
 
         def norm(name, x_BSH):
-            return F.layer_norm(x_BSH, x_BSH.shape[-1:], own[f"{name}.weight"], own[f"{name}.bias"])
+            return plain_norm(own, name, x_BSH)
 
         ids_BS = F.pad(batch.input_ids[:, k:], (0, k))  # token t + k, 0 behind the last
         embedded_BSH = model.embedding.word_embeddings.weight[ids_BS]
@@ -180,7 +182,7 @@ def test_recomputation_changes_no_bit_and_isolation_trains_every_head(isolated, 
 def test_chunks_of_logits_give_the_gradients_of_whole_ones():
     want, got = (
         step_gradients(
-            build_model(spec_of("pre-norm", repeated=True, overrides=dict(mtp_loss_chunk_size=rows))),
+            build_model(spec_of("pre-norm", overrides=dict(mtp_loss_chunk_size=rows))),
             bshd_batch(2, 8),
         )
         for rows in (0, 3)

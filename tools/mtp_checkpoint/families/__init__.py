@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.families.deepseek_v3 import DEEPSEEK_V3
-from tools.mtp_checkpoint.families.family import ENGINES, Family, Requirement
+from tools.mtp_checkpoint.families.family import Family, Requirement
 from tools.mtp_checkpoint.families.mimo import MIMO
 from tools.mtp_checkpoint.families.qwen3_5 import QWEN3_5
 from tools.mtp_checkpoint.families.qwen3_5_moe import QWEN3_5_MOE
 from tools.mtp_checkpoint.source import HFDirectory
 
-__all__ = ["ENGINES", "FAMILIES", "Family", "Requirement", "by_name", "detect"]
+__all__ = ["FAMILIES", "Family", "Requirement", "by_name", "detect"]
 
 FAMILIES = [QWEN3_5_MOE, QWEN3_5, DEEPSEEK_V3, MIMO]
 

@@ -15,7 +15,6 @@ from tools.mtp_checkpoint.rules import Dims, Entry, Rule, expand
 from tools.mtp_checkpoint.source import DTYPES, HFDirectory, dtype_problem
 
 _ROWS = 8192  # compared at a time
-ENGINES = ("vllm", "sglang")
 
 
 @dataclass(frozen=True)
@@ -51,9 +50,9 @@ class Family:
         copies: Keys, and the keys they must equal, that such a checkpoint may hold beside the head:
             copies of the target's tensors. They are not imported, and exported unchanged.
         zero_centred_norms: Whether a norm with weight w multiplies by 1 + w.
-        feedback: For each of `ENGINES`, which hidden state of the layer its next draft step reads:
-            "post-norm", behind the layer's closing norm, or "pre-norm". What is not there is not
-            known.
+        feedback: For each engine of `tools.mtp_checkpoint.engines`, which hidden state of the
+            layer its next draft step reads: "post-norm", behind the layer's closing norm, or
+            "pre-norm", before it. What is not there is not known.
     """
 
     name: str

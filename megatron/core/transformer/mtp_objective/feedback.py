@@ -1,14 +1,15 @@
 """Which hidden states of a head the next depth reads.
 
-With layer L_k, its closing norm N_k, h_0 what the decoder hands over and e_k(t) the embedding of token
-t + k, depth k at position t computes
+With layer L_k, its closing norm N_k, h_0 what the decoder hands over and e_k(t) the embedding of
+token t + k, depth k at position t computes
 
-    x_k = L_k(e_k, h_{k-1})        the layer's output, from which the next depth may start
+    x_k = L_k(e_k, h_{k-1})        the layer's output
     logits of depth k = W · N_k(x_k)
     h_k = N_k(x_k)  ("post-norm", upstream's)   or   x_k  ("pre-norm")
 
-Rollout engines that run one layer for several draft steps differ here: vLLM's DeepSeek-V3 head feeds x_k
-back, its Qwen3.5 and MiMo heads, and SGLang's heads of all three, N(x_k).
+Rollout engines that run one layer for several draft steps differ here: vLLM's DeepSeek-V3 head
+feeds x_k back (vllm/model_executor/models/deepseek_mtp.py), its Qwen3.5 and MiMo heads, and SGLang's
+heads of all three, N(x_k).
 """
 
 from __future__ import annotations
