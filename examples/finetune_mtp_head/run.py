@@ -103,7 +103,8 @@ def _evaluate(trainer: Trainer, report: Report) -> None:
 def _values(record: StepRecord | Evaluation) -> dict[str, float]:
     """All of it in one dictionary."""
     values = asdict(record)
-    return {**values, **values.pop("per_depth")}
+    per_depth = values.pop("per_depth")
+    return {**values, **per_depth}
 
 
 def _summary(trainer: Trainer) -> str:
