@@ -14,7 +14,7 @@ from tools.mtp_checkpoint.comparing import router_flips, run_native
 from tools.mtp_checkpoint.native.layer import NativeHead
 from tools.mtp_checkpoint.reference import ReferenceHead
 from tools.mtp_checkpoint.reference_chain import served_chain, trained_chain
-from tools.mtp_checkpoint.verify_options import TIE_GAP
+from tools.mtp_checkpoint.verify_options import CE_LIMIT, TIE_GAP
 from tools.mtp_checkpoint.verify_rows import Rows
 
 
@@ -44,6 +44,27 @@ class StepComparison:
     native_ce: float
     reference_ce: float
     served_argmax: float
+
+    def bounded(self, tolerance: float) -> list[tuple[str, float, float]]:
+        """Figures that must be small: name, value, limit."""
+        ce_difference = abs(self.native_ce - self.reference_ce) / abs(self.reference_ce)
+        named = [
+            ("hidden state, max |Δ|, routers agreeing", self.delta, tolerance),
+            (f"router flips with a top-k gap above {TIE_GAP:g}", self.flips_beyond_ties, 0),
+            ("share of rows with another best token", 1.0 - self.argmax_agreement, 0),
+            ("mean CE, relative difference", ce_difference, CE_LIMIT),
+        ]
+        return [(f"depth {self.depth}: {name}", *figures) for name, *figures in named]
+
+    def informative(self) -> list[tuple[str, float]]:
+        """Figures without a limit: name, value."""
+        return [
+            (f"depth {self.depth}: rows that a router flip has touched", self.touched),
+            (
+                f"depth {self.depth}: same best token with the engine's own attention",
+                self.served_argmax,
+            ),
+        ]
 
 
 @torch.no_grad()

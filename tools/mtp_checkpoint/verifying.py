@@ -139,16 +139,8 @@ def report_on(
         name = "mean CE if fed pre-norm states (a trained head: higher)"
         checks.append(informative(name, c.pre_norm_ce))
     for s in later_steps:
-        difference = abs(s.native_ce - s.reference_ce) / abs(s.reference_ce)
-        of = f"depth {s.depth}: "
-        checks += [
-            at_most(of + "hidden state, max |Δ|, routers agreeing", s.delta, tolerance),
-            informative(of + "rows that a router flip has touched", s.touched),
-            at_most(of + f"flips with a gap above {TIE_GAP:g}", s.flips_beyond_ties, 0),
-            Check(of + "argmax agreement", s.argmax_agreement, "= 1", s.argmax_agreement == 1.0),
-            at_most(of + "mean CE, relative difference", difference, CE_LIMIT),
-            informative(of + "same argmax with the engine's own attention", s.served_argmax),
-        ]
+        checks += [at_most(*line) for line in s.bounded(tolerance)]
+        checks += [informative(*line) for line in s.informative()]
     count, per_sequence = len(c.delta_N), rows.token_ids_BS.shape[1] - 2
     return VerifyReport(rows.source, count, per_sequence, c, tuple(checks))
 
