@@ -1,4 +1,4 @@
-"""Samples as tensors, with the targets of the head's one depth.
+"""Samples as tensors, with the targets of the head's depths.
 
 Shape suffixes: B samples, S positions of a padded row.
 
@@ -7,6 +7,7 @@ The head at position t sees the model's hidden state of t and token t + 1, and p
     tokens       10 11 12 13        mask (assistant)   0  0  1  1
     labels       11 12 13  –        loss_mask          0  1  1  0
     depth 1      12 13  –  –        its mask           1  1  0  0     (the last two never count)
+    depth 2      13  –  –  –        its mask           1  0  0  0     (reads depth 1 and t + 2)
 """
 
 from collections.abc import Iterable
@@ -23,7 +24,7 @@ from megatron.core.transformer.mtp_objective import (
 )
 from tests.support import device
 
-_EMPTY_LENGTH = 4  # positions of a microbatch without samples
+_EMPTY_LENGTH = 3  # positions of a microbatch without samples, and one for each depth
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Batch:
         positions_BS: int64, from 0 in each row.
         labels_BS: int64, the next token, -100 where there is none.
         loss_mask_BS: float32, 1 where the label is the assistant's.
-        targets: labels and mask of the head's depth.
+        targets: labels and masks of the head's depths.
     """
 
     tokens_BS: Tensor
@@ -45,10 +46,10 @@ class Batch:
     targets: DepthTargets
 
     @classmethod
-    def of(cls, samples: list[Sample], pad_token: int) -> "Batch":
+    def of(cls, samples: list[Sample], pad_token: int, depths: int = 1) -> "Batch":
         """Pad samples to the longest of them; without samples, one row without targets."""
-        length = max([len(sample) for sample in samples], default=_EMPTY_LENGTH)
-        length = max(length, _EMPTY_LENGTH)
+        length = max([len(sample) for sample in samples], default=0)
+        length = max(length, _EMPTY_LENGTH + depths)
         rows = max(len(samples), 1)
         tokens_BS = torch.full((rows, length), pad_token, dtype=torch.int64)
         token_mask_BS = torch.zeros(rows, length)
@@ -58,21 +59,20 @@ class Batch:
         tokens_BS, token_mask_BS = tokens_BS.to(device()), token_mask_BS.to(device())
         labels_BS, loss_mask_BS = prediction_aligned_targets(tokens_BS, token_mask_BS)
         positions_BS = torch.arange(length, device=device()).expand(rows, length).contiguous()
-        targets = depth_targets(labels_BS, loss_mask_BS, None, num_depths=1)
+        targets = depth_targets(labels_BS, loss_mask_BS, None, num_depths=depths)
         return cls(tokens_BS, positions_BS, labels_BS, loss_mask_BS, targets)
 
     @property
     def num_targets(self) -> Tensor:
-        """How many predictions of the head count, a float32 scalar."""
+        """How many predictions of the first depth count, a float32 scalar."""
         return self.targets.num_targets_D[0]
 
 
 def count_targets(
     batches: Iterable[Batch], group: torch.distributed.ProcessGroup
 ) -> Tensor:
-    """Targets of all microbatches of all ranks of a group, a float64 scalar."""
-    total = torch.zeros((), dtype=torch.float64, device=device())
-    for batch in batches:
-        total += batch.num_targets
+    """Targets of each depth, of all microbatches of all ranks of a group, float64 [d]."""
+    counts_ND = [torch.stack(list(batch.targets.num_targets_D)) for batch in batches]
+    total = torch.stack(counts_ND).sum(0, dtype=torch.float64)
     torch.distributed.all_reduce(total, group=group)
     return total

@@ -18,11 +18,12 @@ from examples.finetune_mtp_head.trainer import Corpus
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.support import device
 from tools.mtp_checkpoint.checkpoint import REPORT, load_head, manifest, read_manifest
-from tools.mtp_checkpoint.families import by_name
+from tools.mtp_checkpoint.families import Family, by_name, detect
 from tools.mtp_checkpoint.importing import import_head, layer_tensors
 from tools.mtp_checkpoint.mapping import take
 from tools.mtp_checkpoint.native.layer import NativeHead, build_mtp_block
 from tools.mtp_checkpoint.report import checksum
+from tools.mtp_checkpoint.served import Served
 from tools.mtp_checkpoint.source import HFDirectory
 
 _NOT_ARCHITECTURE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path")
@@ -111,24 +112,34 @@ def load_trainable(
     if checkpoint is not None:
         found = read_manifest(checkpoint)
         _check_same_model(directory, found, checkpoint)
+        served = _served(settings, by_name(found["family"]), Served.read(found))
         head = load_head(
             checkpoint,
             groups=groups,
             dtype=dtype,
             device=device(),
             implementation=settings.implementation,
+            served=served,
         )
-        return LoadedHead(head, found, _reported(checkpoint), groups.ep, directory)
+        return LoadedHead(head, served.written(found), _reported(checkpoint), groups.ep, directory)
     if settings.implementation != "local":
         raise FinetuneError(
             "--implementation te reads checkpoints only: run `python -m tools.mtp_checkpoint "
             f"import {settings.model} --out CKPT` first, and pass --head CKPT"
         )
-    head = build_mtp_block(directory.config, groups=groups, dtype=dtype, device=device())
+    served = _served(settings, detect(directory), Served())
+    head = build_mtp_block(
+        directory.config, groups=groups, dtype=dtype, device=device(), served=served
+    )
     report = import_head(directory, head, groups)
     contents = manifest(directory, report.family, report.layout, dtype)
     sources = {row.source: (row.checksum, row.dtype.removeprefix("torch.")) for row in report.rows}
-    return LoadedHead(head, contents, sources, groups.ep, directory)
+    return LoadedHead(head, served.written(contents), sources, groups.ep, directory)
+
+
+def _served(settings: Settings, family: Family, found: Served) -> Served:
+    """What the settings say; where they are silent, what the head was made for."""
+    return Served.of(family, settings.depths or found.depths, settings.engine or found.engine)
 
 
 def _reported(checkpoint: Path) -> dict[str, tuple[str, str]]:

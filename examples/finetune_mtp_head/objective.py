@@ -14,6 +14,7 @@ from examples.finetune_mtp_head.errors import FinetuneError
 from examples.finetune_mtp_head.target import FrozenTarget
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.transformer.mtp_objective.feedback import feeds_back_pre_norm
 from megatron.core.transformer.mtp_objective.metrics import MetricSums
 from megatron.core.transformer.multi_token_prediction import (
     MTPLossLoggingHelper,
@@ -26,9 +27,10 @@ class Objective:
     """Hard-label cross-entropy of the head, with the frozen model's embedding and output layer.
 
     Args:
-        config: the head's, one depth.
+        config: the head's.
         target: the frozen model.
-        layer: the module whose ``hnorm`` is the first to see the hidden states.
+        layer: the module whose ``hnorm`` is the first to see the hidden states, and whose
+            ``final_layernorm`` is the last.
         groups: process groups.
         dtype: in which the head computes.
     """
@@ -47,12 +49,17 @@ class Objective:
         self._groups, self._dtype = groups, dtype
         self.output_weight_VH = target.output_weight_VH.detach().to(dtype)
         self._entered: list[Tensor] = []
+        self._fed_back: list[Tensor] = []  # by each depth, if the next one reads the right states
         layer.hnorm.register_forward_pre_hook(lambda _, args: self._entered.append(args[0]))
+        is_pre_norm = feeds_back_pre_norm(config)
+        layer.final_layernorm.register_forward_hook(
+            lambda _, args, output: self._fed_back.append(args[0] if is_pre_norm else output)
+        )
 
     def head_hidden(
         self, head: Callable[..., Tensor], batch: Batch, hidden_BSH: Tensor
     ) -> Tensor:
-        """The head's output before the output layer, [s, b, h].
+        """The head's output before the output layer, depth by depth, [k·s, b, h].
 
         Args:
             head: the layer, in whatever wrapper.
@@ -61,19 +68,34 @@ class Objective:
 
         Raises:
             FinetuneError: what entered the layer is not what the norm put out in the latest
-                forward of the target, bit for bit.
+                forward of the target, bit for bit; or what enters a later depth is not what the
+                one before is to hand on.
         """
         self._entered.clear()
+        self._fed_back.clear()
         output_SBH = head(
             batch.tokens_BS, batch.positions_BS, hidden_BSH.transpose(0, 1), self.target.embed
         )
         wanted_SBH = self.target.norm_output_BSH.transpose(0, 1).to(self._dtype)
-        if len(self._entered) != 1 or not torch.equal(self._entered[0], wanted_SBH):
-            raise FinetuneError(
-                "what enters the MTP layer is not the output of the model's final norm"
-            )
-        self._entered.clear()
+        try:
+            if not self._entered or not torch.equal(self._entered[0], wanted_SBH):
+                raise FinetuneError(
+                    "what enters the MTP layer is not the output of the model's final norm"
+                )
+            self._check_chain()
+        finally:
+            self._entered.clear()
+            self._fed_back.clear()
         return output_SBH
+
+    def _check_chain(self) -> None:
+        depths = self.config.mtp_num_layers
+        pairs = list(zip(self._entered[1:], self._fed_back))
+        if len(self._entered) != depths or not all(torch.equal(*pair) for pair in pairs):
+            raise FinetuneError(
+                f"the head's {depths} depths do not read the {self.config.mtp_hidden_feedback} "
+                "states of the depth before"
+            )
 
     def backward(
         self,
@@ -83,17 +105,17 @@ class Objective:
         normalizer: Tensor,
         sums: MetricSums,
     ) -> None:
-        """Add the gradient of Σ CE / normalizer over this microbatch's targets.
+        """Add the gradient of the depths' mean of Σ CE / normalizer over the microbatch's targets.
 
         Args:
             head, batch, hidden_BSH: see `head_hidden`.
-            normalizer: scalar > 0.
+            normalizer: > 0, scalar or one value for each depth.
             sums: gets the microbatch's loss and hits.
         """
         head_SBH = self.head_hidden(head, batch, hidden_BSH)
         # Upstream splits its input into the model's own states and those of each depth. Ours end
         # here: their place is taken by zeros, through which the objective's backward is started.
-        anchor_SBH = torch.zeros_like(head_SBH)
+        anchor_SBH = torch.zeros_like(head_SBH[: len(head_SBH) // self.config.mtp_num_layers])
         carrier_SBH = process_mtp_loss(
             hidden_states=torch.cat([anchor_SBH, head_SBH]),
             labels=batch.labels_BS,

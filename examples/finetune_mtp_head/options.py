@@ -11,6 +11,7 @@ from pathlib import Path
 from examples.finetune_mtp_head.errors import FinetuneError
 from examples.finetune_mtp_head.settings import (
     DTYPES,
+    ENGINES,
     IMPLEMENTATIONS,
     LONG_SAMPLES,
     Settings,
@@ -162,6 +163,17 @@ def _add_training_options(parser: argparse.ArgumentParser) -> None:
         "--same-batch-per-ep-group",
         action="store_true",
         help="give those ranks the same samples (different ones)",
+    )
+    group.add_argument(
+        "--depths",
+        type=int,
+        metavar="K",
+        help="train the one layer as K draft steps, as engines run it (1, or what --head says)",
+    )
+    group.add_argument(
+        "--engine",
+        choices=ENGINES,
+        help="whose way of feeding hidden states back (vllm, or what --head says)",
     )
     group.add_argument("--implementation", choices=IMPLEMENTATIONS, help="the layer's (local)")
     group.add_argument("--dtype", choices=DTYPES, help="of the head's parameters (fp32)")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from examples.finetune_mtp_head.errors import FinetuneError
 from examples.finetune_mtp_head.loading import LoadedHead
-from examples.finetune_mtp_head.trainer import Trainer
+from examples.finetune_mtp_head.trainer import Trainer, mean_loss
 from tests.support import device
 from tools.mtp_checkpoint.importing import layer_tensors
 
@@ -64,7 +64,7 @@ def _step_checks(trainer: Trainer, names: tuple[str, str, str]) -> Iterator[Chec
     parameters = dict(trainer.head.head.named_parameters())
     start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     try:
-        loss = trainer.gradients(1).losses[0]
+        loss = mean_loss(trainer.gradients(1))
     except FinetuneError as error:
         yield _check(names[0], False, str(error))
         yield from (Check(name, None, "an earlier check failed") for name in names[1:])
@@ -125,7 +125,11 @@ def _head_input(trainer: Trainer) -> tuple[bool, str]:
             except FinetuneError as error:
                 problem = problem or str(error)
             rows += batch.tokens_BS.numel()
-    return not problem, problem or f"bit for bit at {rows} positions, logits included"
+    detail = f"bit for bit at {rows} positions, logits included"
+    if trainer.depths > 1:
+        feedback = trainer.objective.config.mtp_hidden_feedback
+        detail += f"; {trainer.depths} depths, fed back {feedback}"
+    return not problem, problem or detail
 
 
 def _gradients(gradients: dict[str, Tensor]) -> tuple[bool, str]:

@@ -58,6 +58,8 @@ class Report:
         self._shown[kind] = f"{kind.replace('_', '-')} loss {values['loss']:.3f}"
         if "acceptance" in values:
             self._shown[kind] += f", acceptance {values['acceptance']:.3f}"
+        if "accepted_length" in values:
+            self._shown[kind] += f", accepted length {values['accepted_length']:.3f}"
         self._bar.set_postfix_str("; ".join(self._shown.values()), refresh=False)
         if kind == "train":
             self._bar.update()

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from examples.finetune_mtp_head import checkpoints
 from examples.finetune_mtp_head.errors import FinetuneError
+from examples.finetune_mtp_head.evaluation import Evaluation
 from examples.finetune_mtp_head.loading import (
     LoadedHead,
     fingerprint,
@@ -18,7 +19,7 @@ from examples.finetune_mtp_head.preflight import preflight
 from examples.finetune_mtp_head.report import PLOT, Report
 from examples.finetune_mtp_head.settings import Settings
 from examples.finetune_mtp_head.target import FrozenTarget
-from examples.finetune_mtp_head.trainer import Trainer
+from examples.finetune_mtp_head.trainer import StepRecord, Trainer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.support import device
 from tools.mtp_checkpoint.source import HFDirectory
@@ -78,7 +79,7 @@ def run(settings: Settings, groups: ProcessGroupCollection, resume: bool) -> Pat
         _evaluate(trainer, report)
     try:
         while trainer.steps_done < trainer.total_steps:
-            report.add("train", trainer.steps_done + 1, **asdict(trainer.step()))
+            report.add("train", trainer.steps_done + 1, **_values(trainer.step()))
             is_end = trainer.steps_done == trainer.total_steps
             if is_end or trainer.steps_done % settings.eval_every == 0:
                 _evaluate(trainer, report)
@@ -96,7 +97,14 @@ def _evaluate(trainer: Trainer, report: Report) -> None:
     found = trainer.evaluate()
     if not math.isfinite(found.loss):
         raise FinetuneError(f"the held-out loss is {found.loss}; lower --lr")
-    report.add("held_out", trainer.steps_done, **asdict(found))
+    report.add("held_out", trainer.steps_done, **_values(found))
+
+
+def _values(record: StepRecord | Evaluation) -> dict[str, float]:
+    """All of it in one dictionary."""
+    values = asdict(record)
+    per_depth = values.pop("per_depth")
+    return {**values, **per_depth}
 
 
 def _summary(trainer: Trainer) -> str:
@@ -106,4 +114,5 @@ def _summary(trainer: Trainer) -> str:
         f"{len(corpus.train)} samples of {tokens} tokens, {len(corpus.held_out)} held out; "
         f"{trainer.total_steps} steps of {settings.batch_size} samples on "
         f"{trainer.groups.dp.size()} ranks, experts over {settings.expert_parallel_size}"
+        + (f"; {trainer.depths} depths" if trainer.depths > 1 else "")
     )

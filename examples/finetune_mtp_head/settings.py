@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.finetune_mtp_head.errors import FinetuneError
+from tools.mtp_checkpoint.engines import ENGINES
 
 IMPLEMENTATIONS = ("local", "te")
 DTYPES = ("fp32", "bf16")
@@ -34,6 +35,10 @@ class Settings:
         expert_parallel_size: ranks that share the routed experts.
         same_batch_per_ep_group: give those ranks the same samples instead of different ones.
         implementation: modules of the layer: "local" or "te" (Transformer Engine).
+        depths: draft steps that the engine makes with the one layer; None takes what ``head``
+            was imported with, or 1.
+        engine: "vllm" or "sglang", whose way of feeding hidden states back is trained; None takes
+            what ``head`` was imported with, or "vllm".
         dtype: of the head's parameters, "fp32" or "bf16" (with fp32 master weights).
         epochs: passes over the training samples.
         batch_size: samples per optimizer step, over all ranks.
@@ -62,6 +67,8 @@ class Settings:
     expert_parallel_size: int = 1
     same_batch_per_ep_group: bool = False
     implementation: str = "local"
+    depths: int | None = None
+    engine: str | None = None
     dtype: str = "fp32"
     epochs: int = 1
     batch_size: int = 16
@@ -89,7 +96,10 @@ class Settings:
         )
         least |= dict.fromkeys(("eval_every", "checkpoint_every"), 1)
         least |= dict.fromkeys(("warmup_steps", "keep_checkpoints", "seed"), 0)
-        least |= {"max_length": 3}  # position, its next token, the one after that
+        # A position, its next token, and the one behind that for each depth.
+        least |= {"max_length": 2 + (self.depths or 1)}
+        if self.depths is not None:
+            least["depths"] = 1
         if self.max_samples is not None:
             least["max_samples"] = 1
         for name, minimum in least.items():
@@ -99,10 +109,12 @@ class Settings:
             ("implementation", IMPLEMENTATIONS),
             ("dtype", DTYPES),
             ("long_samples", LONG_SAMPLES),
+            ("engine", (None, *ENGINES)),
         ):
             if getattr(self, name) not in known:
                 raise FinetuneError(
-                    f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}"
+                    f"{name} must be one of {', '.join(filter(None, known))}, got "
+                    f"{getattr(self, name)!r}"
                 )
         self._check_optimizer()
 
@@ -143,9 +155,13 @@ class Settings:
         differing = [
             f"{name} was {earlier.get(name)!r} and is {value!r}"
             for name, value in self.as_dict().items()
-            if name not in _FREE_ON_RESUME and earlier.get(name) != value
+            if name not in _FREE_ON_RESUME and earlier.get(name, _DEFAULTS.get(name)) != value
         ]
         if differing:
             raise FinetuneError(
                 f"--resume needs the settings of the run it continues: {'; '.join(differing)}"
             )
+
+
+# What a run of an earlier version, which did not know a setting, had in its place.
+_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Settings)}

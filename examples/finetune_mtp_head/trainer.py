@@ -1,7 +1,8 @@
 """One optimizer step, and everything that belongs to one."""
 
+import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -32,13 +33,15 @@ class StepRecord:
     """What one step reports; the same on every rank.
 
     Attributes:
-        loss: mean cross-entropy over the step's targets, before the update.
-        accuracy: share of targets that are the head's first choice.
+        loss: mean cross-entropy over the step's targets, before the update; with several depths,
+            the mean of theirs.
+        accuracy: share of the first depth's targets that are its first choice.
         grad_norm: before clipping.
         lr: used by this step.
-        targets: predictions that counted, over all ranks.
+        targets: predictions of the first depth that counted, over all ranks.
         samples: over all ranks.
         seconds: wall clock.
+        per_depth: with several depths, ``depth_1_loss``, ``depth_1_accuracy`` and so on.
     """
 
     loss: float
@@ -48,6 +51,7 @@ class StepRecord:
     targets: int
     samples: int
     seconds: float
+    per_depth: dict[str, float] = field(default_factory=dict)
 
 
 class Trainer:
@@ -91,7 +95,7 @@ class Trainer:
         self.objective = Objective(
             head.config.transformer, target, layer, groups, head.config.transformer.params_dtype
         )
-        self.steps_done = 0
+        self.depths, self.steps_done = head.served.depths, 0
 
     @property
     def target(self) -> FrozenTarget:
@@ -113,13 +117,14 @@ class Trainer:
         if self.sampler.ends_epoch(step):
             self.seen.finish_epoch()
         return StepRecord(
-            loss=metrics.losses[0],
+            loss=mean_loss(metrics),
             accuracy=metrics.acceptance[0],
             grad_norm=update.grad_norm,
             lr=update.lr,
             targets=metrics.supervised_tokens[0] // self.copies,
             samples=len(self.sampler.batch(step)),
             seconds=time.perf_counter() - began,
+            per_depth=_per_depth(metrics),
         )
 
     @property
@@ -130,14 +135,15 @@ class Trainer:
     def gradients(self, step: int) -> MTPMetrics:
         """Leave the reduced gradients of a step (from 1) in place; return its loss and hits.
 
-        The objective is Σ CE / n over the targets of all microbatches of all ranks, n their
-        number: how samples are split over microbatches and ranks does not change what it means.
-        Where several ranks see one sample, both sums count it as often.
+        The objective is the mean over the depths of Σ CE / n over a depth's targets in all
+        microbatches of all ranks, n their number: how samples are split over microbatches and
+        ranks does not change what it means. Where several ranks see one sample, both sums count
+        it as often.
         """
         parts, batches = self.sampler.microbatches(step), self.batches(step)
         group = self.groups.dp
         targets = count_targets(batches, group).clamp(min=1)
-        sums = MetricSums(num_depths=1)
+        sums = MetricSums(num_depths=self.depths)
         self.head.zero_grad()
         for part, batch in zip(parts, batches):
             hidden_BSH = self.target.hidden(batch.tokens_BS)
@@ -163,4 +169,22 @@ class Trainer:
         return replace(found, targets=found.targets // self.copies)
 
     def _batch(self, part: list[int], samples: list[Sample]) -> Batch:
-        return Batch.of([samples[index] for index in part], self.corpus.pad_token)
+        chosen = [samples[index] for index in part]
+        return Batch.of(chosen, self.corpus.pad_token, self.depths)
+
+
+def mean_loss(metrics: MTPMetrics) -> float:
+    """What a step minimises: the mean over the depths that have targets."""
+    losses = [loss for loss, n in zip(metrics.losses, metrics.supervised_tokens) if n]
+    return sum(losses) / len(losses) if losses else math.nan
+
+
+def _per_depth(metrics: MTPMetrics) -> dict[str, float]:
+    if metrics.num_depths == 1:
+        return {}
+    named = (("loss", metrics.losses), ("accuracy", metrics.acceptance))
+    return {
+        f"depth_{depth}_{name}": value
+        for name, values in named
+        for depth, value in enumerate(values, 1)
+    }

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.families import Family
+from tools.mtp_checkpoint.served import Served
 from tools.mtp_checkpoint.source import HFDirectory
 
 FORMAT_VERSION = 1
@@ -122,6 +123,7 @@ def load_head(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     implementation: str = "local",
+    served: Served | None = None,
 ) -> torch.nn.Module:
     """Build the head of a checkpoint and load it, whatever expert-parallel size wrote it.
 
@@ -131,6 +133,7 @@ def load_head(
         dtype: Of the head; None takes the checkpoint's.
         device: As for `build_mtp_block`.
         implementation: "local" or "te".
+        served: How often the layer is run, and on what; None takes what the checkpoint says.
 
     Returns:
         A NativeHead.
@@ -148,6 +151,7 @@ def load_head(
         dtype=DTYPES[found["dtype"]] if dtype is None else dtype,
         device=device,
         implementation=implementation,
+        served=Served.read(found) if served is None else served,
     )
     with _clear_errors(f"{checkpoint} cannot be loaded"):
         streaming.load(head, Path(checkpoint) / DIST)

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from tools.mtp_checkpoint.engines import ENGINES
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.verify_options import add_arguments
 
@@ -98,6 +99,20 @@ def _import(parser: argparse.ArgumentParser) -> None:
         default="fp32",
         help="of the parameters (fp32, which holds bfloat16 exactly and can be trained)",
     )
+    parser.add_argument(
+        "--depths",
+        type=int,
+        default=1,
+        metavar="K",
+        help="draft steps that the engine makes with the one layer (1): training and verify then "
+        "run it K times",
+    )
+    parser.add_argument(
+        "--engine",
+        choices=ENGINES,
+        default=ENGINES[0],
+        help="whose way of feeding hidden states back (vllm)",
+    )
     parser.add_argument("--full", action="store_true", help="one line for each expert's tensor")
     parser.set_defaults(run=_run_import)
 
@@ -167,6 +182,8 @@ def _run_import(options: argparse.Namespace) -> int:
         options.out,
         ranks=options.expert_parallel_size,
         dtype=DTYPES[options.dtype],
+        depths=options.depths,
+        engine=options.engine,
     )
     if report is None:  # another rank speaks
         return EXIT_OK

@@ -80,15 +80,15 @@ def compare(head: NativeHead, reference: ReferenceHead, rows: Rows) -> Compariso
     The reference runs on the CPU, the native head wherever it is.
     """
     with torch.no_grad():
-        native_BSH, chosen_BSE = run_native(head, reference, rows, rows.hidden_BSH)
+        native_BSH, chosen_BSE = run_native(head, reference, rows, rows.hidden_BSH)[0]
         want_BSH, routing = reference(rows.token_ids_BS, rows.position_ids_BS, rows.hidden_BSH)
-        flipped_BS, gap_BS = _router_flips(chosen_BSE, routing, want_BSH)
+        flipped_BS, gap_BS = router_flips(chosen_BSE, routing, want_BSH)
         device = _device(head)
         native = _Scores.of(native_BSH, rows, reference, device)
         wanted = _Scores.of(want_BSH, rows, reference, device)
         pre_norm_ce = None
         if rows.pre_norm_BSH is not None:
-            wrong_BSH, _ = run_native(head, reference, rows, rows.pre_norm_BSH)
+            wrong_BSH, _ = run_native(head, reference, rows, rows.pre_norm_BSH)[0]
             pre_norm_ce = _Scores.of(wrong_BSH, rows, reference, device).exact_N.mean().item()
     return Comparison(
         delta_N=_rows(native_BSH - want_BSH).abs().amax(-1),
@@ -105,10 +105,10 @@ def compare(head: NativeHead, reference: ReferenceHead, rows: Rows) -> Compariso
 
 def run_native(
     head: NativeHead, reference: ReferenceHead, rows: Rows, hidden_BSH: Tensor
-) -> tuple[Tensor, Tensor | None]:
+) -> list[tuple[Tensor, Tensor | None]]:
     """The native head's hidden states [B, S, H], and its choice of experts [B, S, E] or None.
 
-    Both on the CPU.
+    A pair for each depth, on the CPU.
     """
     device, chosen = _device(head), []
     router = getattr(head.mtp.layers[0].mtp_model_layer.mlp, "router", None)
@@ -125,13 +125,15 @@ def run_native(
     finally:
         if hook is not None:
             hook.remove()
+    batch, length = rows.token_ids_BS.shape
+    states = [part_SBH.transpose(0, 1) for part_SBH in out_SBH.split(length)]
     if not chosen:
-        return out_SBH.transpose(0, 1), None
-    length, batch, _ = out_SBH.shape
-    return out_SBH.transpose(0, 1), chosen[0].cpu().unflatten(0, (length, batch)).transpose(0, 1)
+        return [(state_BSH, None) for state_BSH in states]
+    routed = [x.cpu().unflatten(0, (length, batch)).transpose(0, 1) for x in chosen]
+    return list(zip(states, routed, strict=True))
 
 
-def _router_flips(
+def router_flips(
     chosen_BSE: Tensor | None, routing: Routing | None, like_BSH: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Where the chosen experts differ from the reference's, and how close its choice was."""

@@ -18,6 +18,7 @@ from tools.mtp_checkpoint.families import detect
 from tools.mtp_checkpoint.mapping import fill
 from tools.mtp_checkpoint.report import ImportReport, Row, checksum, peak_rss
 from tools.mtp_checkpoint.rules import Piece, Rule
+from tools.mtp_checkpoint.served import Served
 from tools.mtp_checkpoint.source import HFDirectory
 from tools.mtp_checkpoint.staging import check_destination, check_space, staged
 
@@ -28,7 +29,13 @@ _LOSSLESS["torch.float32"] += ("torch.bfloat16", "torch.float16")
 
 
 def import_directory(
-    path: Path, out: Path, *, ranks: int = 1, dtype: torch.dtype | None = None
+    path: Path,
+    out: Path,
+    *,
+    ranks: int = 1,
+    dtype: torch.dtype | None = None,
+    depths: int = 1,
+    engine: str | None = None,
 ) -> ImportReport | None:
     """Import a checkpoint's head and write it as a distributed checkpoint.
 
@@ -37,6 +44,7 @@ def import_directory(
         out: New directory; it appears when all is written.
         ranks: Expert-parallel size: ranks that share the routed experts.
         dtype: Of the parameters; None takes float32, the dtype to train in.
+        depths, engine: See `Served.of`. Written beside the one layer, which is the same.
 
     Returns:
         The report, on the first rank.
@@ -46,6 +54,7 @@ def import_directory(
     """
     directory = HFDirectory.open(path)
     family = detect(directory)
+    served = Served.of(family, depths, engine)
     rules = family.check(directory)
     family.check_copies(directory)
     check_experts(rules, ranks)
@@ -54,7 +63,7 @@ def import_directory(
     check_space(out, dtype.itemsize * _parameters(rules))
     first = launch.is_first_rank()
     with staged(out, owner=first, token=launch.shared_token()) as temporary:
-        report = launch.run(_import_rank, ranks, path, temporary, dtype)[0]
+        report = launch.run(_import_rank, ranks, path, temporary, dtype, served)[0]
     return report if first else None
 
 
@@ -231,14 +240,16 @@ def _parameters(rules: tuple[Rule, ...]) -> int:
     return sum(torch.Size(rule.target_shape).numel() for rule in rules)
 
 
-def _import_rank(groups: Any, path: Path, out: Path, dtype: torch.dtype) -> ImportReport:
+def _import_rank(
+    groups: Any, path: Path, out: Path, dtype: torch.dtype, served: Served
+) -> ImportReport:
     from tools.mtp_checkpoint.native.layer import build_mtp_block
 
     directory = HFDirectory.open(path)
     head = build_mtp_block(directory.config, groups=groups, dtype=dtype, device="cpu")
     report = import_head(directory, head, groups, progress=True)
     contents = manifest(directory, report.family, report.layout, dtype)
-    save_head(head, out, contents)
+    save_head(head, out, served.written(contents))
     peaks: list[Any] = [None] * groups.ep.size()
     dist.all_gather_object(peaks, peak_rss(), group=groups.ep)
     report = report.with_peaks(peaks)  # of writing, too

@@ -52,6 +52,7 @@ class ReferenceHead(torch.nn.Module):
         self.config._attn_implementation = "eager"
         self.config._experts_implementation = "eager"
         self.hidden_first = family.hidden_first
+        self.fed_back_before_norm = family.fed_back_before_norm
         norm = getattr(modeling, f"{family.stem}RMSNorm")
         hidden, eps = self.config.hidden_size, self.config.rms_norm_eps
         self.fc = torch.nn.Linear(2 * hidden, hidden, bias=False)
@@ -123,28 +124,47 @@ class ReferenceHead(torch.nn.Module):
         Returns:
             [B, S, H], and the routing or None for a dense head.
         """
-        batch, length = token_ids_BS.shape
+        x_BSH = self.joined(token_ids_BS, hidden_BSH, 1)
+        length = token_ids_BS.shape[1]
+        may_attend_SS = torch.ones(length, length, dtype=torch.bool).tril()
+        x_BSH, routing = self.run_layer(x_BSH, position_ids_BS, may_attend_SS)
+        return self.norm(x_BSH), routing
+
+    def joined(self, token_ids_BS: Tensor, hidden_BSH: Tensor, ahead: int) -> Tensor:
+        """The layer's input [B, S, H]: hidden states beside the embeddings of tokens ``ahead``."""
         hidden_BSH = hidden_BSH.to(self.fc.weight.dtype)
-        next_ids_BS = torch.nn.functional.pad(token_ids_BS[:, 1:], (0, 1))
+        ids_BS = torch.nn.functional.pad(token_ids_BS[:, ahead:], (0, ahead))
         both = [
-            self.pre_fc_norm_embedding(self.embed(next_ids_BS)),
+            self.pre_fc_norm_embedding(self.embed(ids_BS)),
             self.pre_fc_norm_hidden(hidden_BSH),
         ]
-        x_BSH = self.fc(torch.cat(both[::-1] if self.hidden_first else both, dim=-1))
-        mask_11SS = torch.full((1, 1, length, length), float("-inf"), dtype=x_BSH.dtype).triu(1)
+        return self.fc(torch.cat(both[::-1] if self.hidden_first else both, dim=-1))
+
+    def run_layer(
+        self, x_BLH: Tensor, position_ids_BL: Tensor, may_attend_LL: Tensor
+    ) -> tuple[Tensor, Routing | None]:
+        """The layer's output before its closing norm, [B, L, H], and its router's choice.
+
+        Args:
+            x_BLH: Its input, L rows of each sequence.
+            position_ids_BL: Of the rows.
+            may_attend_LL: bool, whether the row of the first index sees that of the second.
+        """
+        batch, length = position_ids_BL.shape
+        mask_11LL = torch.zeros(1, 1, length, length, dtype=x_BLH.dtype)
+        mask_11LL.masked_fill_(~may_attend_LL, float("-inf"))
         routed = []
         hook = self._hook_router(routed)
         try:
-            x_BSH = self.layers[0](
-                x_BSH,
-                position_embeddings=self.rotary(x_BSH, position_ids_BS),
-                attention_mask=mask_11SS,
-                position_ids=position_ids_BS,
+            x_BLH = self.layers[0](
+                x_BLH,
+                position_embeddings=self.rotary(x_BLH, position_ids_BL),
+                attention_mask=mask_11LL,
+                position_ids=position_ids_BL,
             )
         finally:
             hook()
-        routing = _routing(*routed[0], (batch, length)) if routed else None
-        return self.norm(x_BSH), routing
+        return x_BLH, _routing(*routed[0], (batch, length)) if routed else None
 
     def _hook_router(self, routed: list[tuple[Tensor, Tensor]]) -> Any:
         """Append the router's logits and indices to the list; returns what ends that."""

@@ -19,6 +19,8 @@ class ReferenceFamily:
             layers.
         hidden_first: The projection's input is [hidden, embedding] instead of the reverse.
         ignored: Pattern of head keys that are copies of the target's tensors.
+        fed_back_before_norm: Engines whose next draft step reads the layer's own output; all
+            others read what the closing norm made of it.
     """
 
     module: str
@@ -28,6 +30,7 @@ class ReferenceFamily:
     renames: tuple[tuple[str, str], ...]
     hidden_first: bool = False
     ignored: str = r"(?!)"
+    fed_back_before_norm: tuple[str, ...] = ()
 
 
 _QWEN_RENAMES = ((r"mtp\.(.+)", r"\1"),)
@@ -73,5 +76,6 @@ REFERENCES = {
             (r"model\.layers\.LAST\.(.+)", r"layers.0.\1"),
         ),
         ignored=r"model\.layers\.LAST\.(embed_tokens|shared_head\.head)\.weight",
+        fed_back_before_norm=("vllm",),
     ),
 }

@@ -13,6 +13,7 @@ from tools.mtp_checkpoint.verify_rows import Rows
 
 if TYPE_CHECKING:
     from tools.mtp_checkpoint.comparing import Comparison
+    from tools.mtp_checkpoint.comparing_chain import StepComparison
 
 _SHOWN_FLIPS = 8
 
@@ -85,8 +86,9 @@ def report_on(
     comparison: Comparison,
     limits: Limits = LIMITS["local"],
     implementation: str = "local",
+    later_steps: tuple[StepComparison, ...] = (),
 ) -> VerifyReport:
-    """Judge a comparison with a head of this implementation."""
+    """Judge a comparison with a head of this implementation, and those of later depths."""
     c = comparison
 
     def at_most(name: str, value: float, limit: float, unit: str = "") -> Check:
@@ -127,6 +129,9 @@ def report_on(
     if c.pre_norm_ce is not None:
         name = "mean CE if fed pre-norm states (a trained head: higher)"
         checks.append(informative(name, c.pre_norm_ce))
+    for step in later_steps:
+        checks += [at_most(*line) for line in step.bounded(limits)]
+        checks += [informative(*line) for line in step.informative()]
     count, per_sequence = len(c.delta_N), rows.token_ids_BS.shape[1] - 2
     return VerifyReport(rows.source, count, per_sequence, implementation, c, tuple(checks))
 

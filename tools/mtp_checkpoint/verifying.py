@@ -15,6 +15,7 @@ from tools.mtp_checkpoint.checkpoint import DTYPES, check_fit, load_head, read_m
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.families import detect
 from tools.mtp_checkpoint.reference import ReferenceHead
+from tools.mtp_checkpoint.served import Served
 from tools.mtp_checkpoint.source import HFDirectory
 from tools.mtp_checkpoint.verify_options import LIMITS, add_arguments
 from tools.mtp_checkpoint.verify_report import VerifyReport, report_on, show
@@ -48,7 +49,7 @@ def verify(
         rows_from: "target" runs the target through transformers, "random" does without.
         text: What the target reads; None takes Python's manual.
         batch: Sequences.
-        length: Tokens of each, at least 3.
+        length: Tokens of each, at least 2 more than the head has depths.
         seed: Of random rows.
         tolerance: Largest difference allowed in a hidden state; None takes the implementation's.
         implementation: Of the head's modules: "local", or "te" on a GPU.
@@ -57,11 +58,16 @@ def verify(
         CheckpointError: Something cannot be read, the head is of a model of another family or
             size, the target cannot be run, or Transformer Engine is asked for and not there.
     """
-    from tools.mtp_checkpoint.comparing import compare  # Megatron, once `launch` has found it
+    # Megatron, once `launch` has found it
+    from tools.mtp_checkpoint.comparing import compare
+    from tools.mtp_checkpoint.comparing_chain import compare_later_steps
 
-    if batch < 1 or length < 3:
-        raise CheckpointError(f"rows: expected at least 1 × 3 tokens, got {batch} × {length}")
     source, contents = HFDirectory.open(directory), read_manifest(checkpoint)
+    least = 2 + Served.read(contents).depths
+    if batch < 1 or length < least:
+        raise CheckpointError(
+            f"rows: expected at least 1 × {least} tokens, got {batch} × {length}"
+        )
     check_fit(contents, detect(source), source)
     head = load_head(
         checkpoint, groups=groups, dtype=torch.float32, implementation=implementation
@@ -75,7 +81,9 @@ def verify(
     limits = LIMITS[implementation]
     if tolerance is not None:
         limits = dataclasses.replace(limits, hidden=tolerance)
-    return report_on(rows, compare(head.eval(), reference, rows), limits, implementation)
+    comparison = compare(head.eval(), reference, rows)
+    later = compare_later_steps(head, reference, rows, limits)
+    return report_on(rows, comparison, limits, implementation, later)
 
 
 def run(options: argparse.Namespace) -> int:

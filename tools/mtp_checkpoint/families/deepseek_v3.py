@@ -100,4 +100,7 @@ DEEPSEEK_V3 = Family(
         "embed_tokens.weight": "model.embed_tokens.weight",
         "shared_head.head.weight": "lm_head.weight",
     },
+    # vLLM: models/deepseek_mtp.py returns the layer's output, and compute_logits applies the norm.
+    # SGLang: models/deepseek_nextn.py returns what shared_head.norm puts out.
+    feedback={"vllm": "pre-norm", "sglang": "post-norm"},
 )

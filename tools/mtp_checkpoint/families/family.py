@@ -53,6 +53,9 @@ class Family:
         copies: Keys, and the keys they must equal, that such a checkpoint may hold beside the head:
             copies of the target's tensors. They are not imported, and exported unchanged.
         zero_centred_norms: Whether a norm with weight w multiplies by 1 + w.
+        feedback: For each engine of `tools.mtp_checkpoint.engines`, which hidden state of the
+            layer its next draft step reads: "post-norm", behind the layer's closing norm, or
+            "pre-norm", before it. What is not there is not known.
     """
 
     name: str
@@ -66,6 +69,7 @@ class Family:
     rotary: tuple[str, ...] = ()
     copies: Mapping[str, str] = field(default_factory=dict)
     zero_centred_norms: bool = False
+    feedback: Mapping[str, str] = field(default_factory=dict)
 
     def key_prefix(self, config: Mapping[str, Any]) -> str:
         """What every key of this model's head begins with."""

@@ -68,4 +68,6 @@ MIMO = Family(
         even_rotary("head_dim", 1.0),
     ),
     rotary=PLAIN,
+    # Both engines' models/mimo_mtp.py return what final_layernorm puts out.
+    feedback={"vllm": "post-norm", "sglang": "post-norm"},
 )

@@ -28,6 +28,9 @@ CHECKS = (
     even_rotary("head_dim", PARTIAL_ROTARY),
 )
 
+# vLLM: models/qwen3_5_mtp.py returns what its norm puts out. SGLang: models/qwen3_5_mtp.py, too.
+FEEDBACK = {"vllm": "post-norm", "sglang": "post-norm"}
+
 ATTENTION_AND_NORMS = (
     Entry("enorm.weight", (("pre_fc_norm_embedding.weight", "H"),), NORM),
     Entry("hnorm.weight", (("pre_fc_norm_hidden.weight", "H"),), NORM),
@@ -76,4 +79,5 @@ QWEN3_5 = Family(
     checks=CHECKS,
     rotary=PLAIN,
     zero_centred_norms=True,
+    feedback=FEEDBACK,
 )

@@ -7,6 +7,7 @@ from tools.mtp_checkpoint.families.family import Family
 from tools.mtp_checkpoint.families.qwen3_5 import (
     ATTENTION_AND_NORMS,
     CHECKS,
+    FEEDBACK,
     FIELDS,
     REQUIREMENTS,
 )
@@ -70,4 +71,5 @@ QWEN3_5_MOE = Family(
     checks=(*CHECKS, chosen_of("num_experts")),
     rotary=PLAIN,
     zero_centred_norms=True,
+    feedback=FEEDBACK,
 )

@@ -13,6 +13,7 @@ from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.families import by_model_type
 from tools.mtp_checkpoint.families.qwen3_5 import PARTIAL_ROTARY
 from tools.mtp_checkpoint.families.rotary import rotary_kind, rotary_parameters
+from tools.mtp_checkpoint.served import Served
 from tools.mtp_checkpoint.source import text_config_of
 
 IMPLEMENTATIONS = ("local", "te")
@@ -43,6 +44,7 @@ def head_config(
     expert_parallel_size: int = 1,
     implementation: str = "local",
     cpu: bool = True,
+    served: Served = Served(),
 ) -> HeadConfig:
     """The configuration of the head that belongs to a config.json.
 
@@ -52,6 +54,7 @@ def head_config(
         expert_parallel_size: Ranks over which the routed experts are spread.
         implementation: "local" or "te".
         cpu: Allocate parameters on the CPU.
+        served: How often the one layer is run, and on what.
 
     Raises:
         CheckpointError: A model type without a builder here, everything that the family's
@@ -78,7 +81,9 @@ def head_config(
             f"ranks; choose a divisor of {experts}"
         )
     fixed = dict(
-        mtp_num_layers=1,
+        mtp_num_layers=served.depths,
+        mtp_use_repeated_layer=served.depths > 1,
+        mtp_hidden_feedback=served.hidden_feedback,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         expert_model_parallel_size=expert_parallel_size if experts else 1,

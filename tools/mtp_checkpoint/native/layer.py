@@ -14,6 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from tools.mtp_checkpoint.native.config import head_config
 from tools.mtp_checkpoint.native.spec import block_spec
+from tools.mtp_checkpoint.served import Served
 from tools.mtp_checkpoint.source import text_config_of
 
 Embed = Callable[[Tensor], Tensor]
@@ -28,6 +29,7 @@ class NativeHead(torch.nn.Module):
         config: The `HeadConfig` it was built from.
         text_config: The language model's part of the Hugging Face configuration.
         implementation: "local" or "te".
+        served: How often the layer is run, and on what.
     """
 
     def __init__(
@@ -38,16 +40,18 @@ class NativeHead(torch.nn.Module):
         dtype: torch.dtype,
         device: torch.device,
         implementation: str = "local",
+        served: Served = Served(),
     ):
         super().__init__()
         self.text_config = text_config_of(hf_config)
-        self.implementation = implementation
+        self.implementation, self.served = implementation, served
         self.config = head_config(
             hf_config,
             dtype=dtype,
             expert_parallel_size=groups.ep.size(),
             implementation=implementation,
             cpu=device.type == "cpu",
+            served=served,
         )
         spec = block_spec(self.config, implementation)
         self.mtp = MultiTokenPredictionBlock(
@@ -69,7 +73,8 @@ class NativeHead(torch.nn.Module):
 
         Position t combines the target's hidden state at t with the embedding of token t + 1. The
         last position has no next token: upstream takes token id 0 for it. Mask the last two
-        targets of a row.
+        targets of a row. With K depths, depth k combines depth k - 1's hidden state with the
+        embedding of token t + k, and predicts token t + k + 1.
 
         Gradients stop at the inputs: the target stays untouched, and so do the tensors passed,
         whatever their dtype.
@@ -82,7 +87,7 @@ class NativeHead(torch.nn.Module):
             embed: Token ids [B, S] to embeddings [B, S, H], the target's.
 
         Returns:
-            [S, B, H] after the head's final norm, in `dtype`.
+            [K·S, B, H] after the head's final norm, depth by depth, in `dtype`.
 
         Raises:
             ValueError: Shapes that do not fit, or multimodal positions.
@@ -100,7 +105,7 @@ class NativeHead(torch.nn.Module):
             rotary_pos_emb=self._rotary_angles(position_ids_BS),
             embedding=embedding,
         )
-        # The block returns its input in front of what its one depth computed.
+        # The block returns its input in front of what its depths computed.
         return hidden_2SBH[hidden_SBH.shape[0] :]
 
     def _private_copy(self, x: Tensor) -> Tensor:
@@ -139,6 +144,7 @@ def build_mtp_block(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
     implementation: str = "local",
+    served: Served = Served(),
 ) -> NativeHead:
     """Build the head of a Hugging Face checkpoint, every parameter NaN until one is loaded.
 
@@ -151,6 +157,7 @@ def build_mtp_block(
         dtype: Of parameters and activations.
         device: None takes the current CUDA device, or the CPU without one.
         implementation: "local" (any device), or "te": Transformer Engine with grouped GEMM.
+        served: How often the layer is run, and on what: one depth.
 
     Raises:
         tools.mtp_checkpoint.errors.CheckpointError: A configuration that the layer cannot express,
@@ -167,7 +174,12 @@ def build_mtp_block(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     head = NativeHead(
-        hf_config, groups, dtype=dtype, device=torch.device(device), implementation=implementation
+        hf_config,
+        groups,
+        dtype=dtype,
+        device=torch.device(device),
+        implementation=implementation,
+        served=served,
     )
     fill_nan(head)
     return head
