@@ -46,9 +46,13 @@ class VisionCase(SplitCase):
 
 
 def feature_table(spec: ModelSpec) -> torch.Tensor:
-    """Features of every position by its id, [v, h]: not the model's own embedding."""
+    """Features of every position by its id, [v, h]: not the model's own embedding.
+
+    Id 0, which an id reads as past the end of its sequence, has zeros, as rows have there.
+    """
     generator = torch.Generator().manual_seed(77)
     table = torch.randn(spec.vocab_size, spec.hidden_size, generator=generator, dtype=torch.float64)
+    table[0] = 0
     return (0.3 * table).to(device(), spec.dtype)
 
 
@@ -102,6 +106,7 @@ def embedded_gradients(case: VisionCase) -> dict[str, torch.Tensor]:
         step_gradients(model, case.batch(), case.main_weight, **case.forward)
         found = whole_gradients([model], groups)
         found[GIVEN], found[EMBEDDING] = found[EMBEDDING], torch.zeros_like(found[EMBEDDING])
+        found[GIVEN][0] = 0  # experts' balance trains it, though nothing was given past the end
         return found
 
 

@@ -11,6 +11,8 @@ import pytest
 from tests.support import prepare, run_ranks, worst_difference
 from tests.support.claims import supports
 from tests.support.objective import nonzero
+from tests.support.parallel_faults import padding_mask
+from tests.support.release import require_padding_mask
 from tests.support.split import heads_of
 from tests.support.vision import (
     EMBEDDING,
@@ -69,6 +71,16 @@ def _cases():
     yield "CP=2, gpt, bshd, chunked, a rank without targets", VisionCase(
         dict(cp=2), dict(mtp_num_layers=1), CHUNKED, main_weight=0.0, mask="one-hot"
     )
+    experts = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1)
+    experts["moe_token_dispatcher_type"] = "alltoall"
+    for split, family in itertools.product(("one rank", "TP=2 SP"), FAMILIES):
+        sizes, more = SPLITS[split]
+        yield f"{split}, {family}, bshd, experts with a padding mask", VisionCase(
+            sizes,
+            dict(family=family, num_experts=4),
+            {**more, **experts},
+            forward=dict(padding_mask=padding_mask()),
+        )
 
 
 CASES = dict(_cases())
@@ -85,10 +97,14 @@ def _of_world(ranks):
 @supports("Given embeddings (vision-language batches)", agrees=1e-12, ranks="1 to 4")
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_a_table_that_embeds_the_tokens(case):
+    if "padding mask" in case:
+        require_padding_mask()
     got, want = _of_world(CASES[case].ranks)[case], embedded_gradients(CASES[case])
     assert worst_difference(got, want)[0] <= 1e-12
     if "isolated" in case:
         assert nonzero(got) == set(heads_of(want))
     else:
-        assert nonzero(got) == set(want) - {EMBEDDING}
+        # No token may choose an expert.
+        unused = {name for name in want if ".experts." in name} - nonzero(want)
+        assert nonzero(got) == set(want) - {EMBEDDING} - unused
         assert GIVEN in nonzero(got)
