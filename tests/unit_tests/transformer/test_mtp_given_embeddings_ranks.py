@@ -24,6 +24,7 @@ from tests.support.vision import (
 
 prepare()
 
+AXIS = "Given embeddings (vision-language batches)"
 SP = dict(sequence_parallel=True)
 ISOLATED = dict(mtp_isolated_loss=True)
 CHUNKED = dict(mtp_loss_chunk_size=3)
@@ -37,53 +38,60 @@ VARIANTS = {
     ),
     "1 depth, full recompute": (dict(mtp_num_layers=1, recompute="full"), {}),
     "full recompute, isolated": (dict(recompute="full"), ISOLATED),
-    "chunked": ({}, CHUNKED),
 }
-SPLITS = {
-    "one rank": (dict(), {}),
-    "CP=2": (dict(cp=2), {}),
+FEW = {"one rank": ({}, {}), "CP=2": (dict(cp=2), {})}
+MANY = {
     "TP=2": (dict(tp=2), {}),
     "TP=2 SP": (dict(tp=2), SP),
     "CP=4": (dict(cp=4), {}),
     "TP=2 SP with CP=2": (dict(tp=2, cp=2), SP),
 }
 FAMILIES = ("gpt", "hybrid")
+LAYOUTS = ("bshd", "thd")
+EXPERTS = dict(
+    moe_router_load_balancing_type="aux_loss",
+    moe_aux_loss_coeff=0.1,
+    moe_token_dispatcher_type="alltoall",
+)
 
 
-def _cases():
-    for split, family, layout, variant in itertools.product(
-        SPLITS, FAMILIES, ("bshd", "thd"), VARIANTS
-    ):
-        (sizes, more), (fields, overrides) = SPLITS[split], VARIANTS[variant]
-        if split not in ("one rank", "CP=2") and variant not in ("attached", "isolated"):
-            continue
-        if (split == "CP=4" and layout == "thd") or (layout, variant) == ("thd", "chunked"):
-            continue
-        whole = sizes.get("cp", 1) == 1  # the main loss is weighted by place in a rank's output
-        yield f"{split}, {family}, {layout}, {variant}", VisionCase(
-            sizes,
-            dict(family=family, **fields),
-            {**more, **overrides},
-            layout,
-            main_weight=1.0 if whole and "isolated" not in variant else 0.0,
-        )
-    # The last label alone counts: one rank of two has no supervised row, and still takes part.
-    yield "CP=2, gpt, bshd, chunked, a rank without targets", VisionCase(
-        dict(cp=2), dict(mtp_num_layers=1), CHUNKED, main_weight=0.0, mask="one-hot"
+def _case(split, family, layout, variant):
+    (sizes, more), (fields, overrides) = {**FEW, **MANY}[split], VARIANTS[variant]
+    whole = sizes.get("cp", 1) == 1  # the main loss is weighted by place in a rank's output
+    return VisionCase(
+        sizes,
+        dict(family=family, **fields),
+        {**more, **overrides},
+        layout,
+        main_weight=1.0 if whole and "isolated" not in variant else 0.0,
     )
-    experts = dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1)
-    experts["moe_token_dispatcher_type"] = "alltoall"
-    for split, family in itertools.product(("one rank", "TP=2 SP"), FAMILIES):
-        sizes, more = SPLITS[split]
-        yield f"{split}, {family}, bshd, experts with a padding mask", VisionCase(
-            sizes,
-            dict(family=family, num_experts=4),
-            {**more, **experts},
-            forward=dict(padding_mask=padding_mask()),
-        )
 
 
-CASES = dict(_cases())
+def _with_experts(sizes, overrides, family):
+    fields = dict(family=family, num_experts=4)
+    mask = dict(padding_mask=padding_mask())
+    return VisionCase(sizes, fields, {**EXPERTS, **overrides}, forward=mask)
+
+
+OTHERS = {
+    "one rank, gpt, chunked": VisionCase({}, {}, CHUNKED),
+    "CP=2, gpt, chunked": VisionCase(dict(cp=2), {}, CHUNKED, main_weight=0.0),
+    "CP=2, hybrid, packed, chunked": VisionCase(
+        dict(cp=2), dict(family="hybrid"), CHUNKED, "thd", main_weight=0.0
+    ),
+    # The last label alone counts: one rank of two has no supervised row, and still takes part.
+    "CP=2, gpt, chunked, a rank without targets": VisionCase(
+        dict(cp=2), dict(mtp_num_layers=1), CHUNKED, main_weight=0.0, mask="one-hot"
+    ),
+    "one rank, gpt, experts with a padding mask": _with_experts({}, {}, "gpt"),
+    "TP=2 SP, gpt, experts with a padding mask": _with_experts(dict(tp=2), SP, "gpt"),
+    "TP=2 SP, hybrid, experts with a padding mask": _with_experts(dict(tp=2), SP, "hybrid"),
+}
+ALL = [
+    *itertools.product(FEW, FAMILIES, LAYOUTS, VARIANTS),
+    *itertools.product(MANY, FAMILIES, LAYOUTS, ("attached", "isolated")),
+]
+CASES = {**{key: _case(*key) for key in ALL}, **OTHERS}
 
 
 @functools.cache
@@ -94,17 +102,39 @@ def _of_world(ranks):
     return run_ranks(given_gradients_of, ranks, cases, timeout=60 + 10 * len(cases))[0]
 
 
-@supports("Given embeddings (vision-language batches)", agrees=1e-12, ranks="1 to 4")
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_a_table_that_embeds_the_tokens(case):
-    if "padding mask" in case:
-        require_padding_mask()
-    got, want = _of_world(CASES[case].ranks)[case], embedded_gradients(CASES[case])
+def _check(key, isolated):
+    got, want = _of_world(CASES[key].ranks)[key], embedded_gradients(CASES[key])
     assert worst_difference(got, want)[0] <= 1e-12
-    if "isolated" in case:
+    if isolated:
         assert nonzero(got) == set(heads_of(want))
     else:
         # No token may choose an expert.
         unused = {name for name in want if ".experts." in name} - nonzero(want)
         assert nonzero(got) == set(want) - {EMBEDDING} - unused
         assert GIVEN in nonzero(got)
+
+
+@supports(AXIS, agrees=1e-12, ranks="1 and 2")
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("split", FEW)
+def test_gradients_are_those_of_a_table_that_embeds_the_tokens(split, family, layout, variant):
+    _check((split, family, layout, variant), "isolated" in variant)
+
+
+@supports(AXIS, agrees=1e-12, ranks="2 and 4")
+@pytest.mark.parametrize("variant", ["attached", "isolated"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("split", MANY)
+def test_gradients_of_further_splits_are_too(split, family, layout, variant):
+    _check((split, family, layout, variant), "isolated" in variant)
+
+
+@supports(AXIS, agrees=1e-12, ranks="1 and 2")
+@pytest.mark.parametrize("case", OTHERS)
+def test_chunks_and_padding_masks_go_with_given_embeddings(case):
+    if "padding mask" in case:
+        require_padding_mask()
+    _check(case, isolated=False)

@@ -54,7 +54,9 @@ def test_heads_on_the_stage_of_the_embedding_read_what_it_was_given(case):
 
 
 @supports(AXIS, refused="decoder_input is given to the pipeline stage with the embedding", ranks=2)
-@pytest.mark.parametrize("family", ["gpt", "hybrid"])
+@pytest.mark.parametrize(
+    "family", ["gpt", "hybrid"], ids="PP=2, heads on the last stage, {}".format
+)
 def test_pipelines_with_the_heads_on_another_stage(family):
     """All ranks end, with the message of the first one."""
     case = SplitCase(dict(pp=2), dict(family=family), forward=GIVEN)
@@ -121,7 +123,7 @@ def _dynamic(isolated):
 
 
 @supports(AXIS, agrees=1e-12, ranks="dynamic CP=2 of 4 data-parallel")
-@pytest.mark.parametrize("isolated", [False, True], ids=["attached", "isolated"])
+@pytest.mark.parametrize("isolated", [False, True], ids=["packed, attached", "packed, isolated"])
 def test_the_context_parallel_group_of_the_batch_shifts_rows(isolated):
     spec = ModelSpec(hidden_size=16, per_token=True, overrides=dict(mtp_isolated_loss=isolated))
     with fp64_cross_entropy(), parallel_world():
