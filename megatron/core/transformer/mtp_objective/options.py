@@ -31,6 +31,7 @@ class MTPOptions:
         normalizer: denominator of the objective instead of the configured one.
         plan: shifted fields of every depth, made where forward starts; None: each user makes its
             own.
+        wanted: whether MTP is active wherever there are heads: as ``active``, but for the stage.
     """
 
     active: bool
@@ -38,6 +39,7 @@ class MTPOptions:
     return_logits: bool = False
     normalizer: Optional[Normalizer] = None
     plan: Optional[DepthPlan] = None
+    wanted: bool = False
 
     @classmethod
     def resolve(
@@ -82,13 +84,13 @@ class MTPOptions:
                 "got both; drop return_logits and return the logits from the output_processor, "
                 "or drop the output_processor."
             )
-        active = bool(
-            has_heads
-            and config.mtp_loss_scaling_factor
+        wanted = bool(
+            config.mtp_loss_scaling_factor
             and compute_mtp_loss
             and torch.is_grad_enabled()
             and (training or labels is not None or config.mtp_standalone)
         )
+        active = bool(has_heads and wanted)
         if active:
             check_normalization_config(config)
             require_normalizer(mtp_loss_normalizer, config)
@@ -97,4 +99,5 @@ class MTPOptions:
             isolated=is_isolated(config, mtp_isolated_loss),
             return_logits=return_logits,
             normalizer=mtp_loss_normalizer,
+            wanted=wanted,
         )

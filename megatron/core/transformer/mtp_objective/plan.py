@@ -139,7 +139,9 @@ def plan_microbatch(
             depths, input_ids, position_ids, padding_mask, packed_seq_params, groups.cp, groups.tp
         )
         return dataclasses.replace(options, plan=DepthPlan(inputs_D))
-    fields = _InputFields.of(input_ids, position_ids, padding_mask, packed_seq_params, groups.tp)
+    fields = _InputFields.of(
+        input_ids, position_ids, padding_mask, packed_seq_params, groups.tp, labels
+    )
     layout = SequenceLayout.of(targets.labels_BS, packed_seq_params, groups.cp)
     shifted_targets, shifted = shift_targets(
         targets, depths, config.mtp_loss_mask_mode, layout, fields.tensors
@@ -163,13 +165,16 @@ class _InputFields:
     inverted: bool
 
     @classmethod
-    def of(cls, input_ids, position_ids, padding_mask, packed_seq_params, tp_group) -> _InputFields:
+    def of(
+        cls, input_ids, position_ids, padding_mask, packed_seq_params, tp_group, labels=None
+    ) -> _InputFields:
         inverted = (
             packed_seq_params is not None and packed_seq_params.cu_seqlens_q_padded is not None
         )
         if padding_mask is not None:
             # Sequence parallelism may have spread it over the tensor-parallel ranks, unlike the ids.
-            padding_mask = gather_padding_mask(padding_mask, input_ids.size(-1), tp_group)
+            length = _length(input_ids, labels, position_ids, padding_mask)
+            padding_mask = gather_padding_mask(padding_mask, length, tp_group)
             padding_mask = ~padding_mask if inverted else padding_mask
         given = dict(input_ids=input_ids, position_ids=position_ids, padding_mask=padding_mask)
         given = {name: tensor for name, tensor in given.items() if tensor is not None}
@@ -182,3 +187,8 @@ class _InputFields:
         if fields["padding_mask"] is not None and self.inverted:
             fields["padding_mask"] = ~fields["padding_mask"]
         return DepthInputs(**fields)
+
+
+def _length(*fields: Optional[Tensor]) -> int:
+    """Positions of the first field there is: ids may be missing where embeddings were given."""
+    return next(field.size(-1) for field in fields if field is not None)
