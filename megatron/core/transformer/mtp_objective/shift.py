@@ -97,7 +97,7 @@ def _shift(
         if k == 0:
             shifted.append(list(fields))
             continue
-        index_T, inside_T = _source_index(k, reach, layout)
+        index_T, inside_T = source_index(k, reach, layout)
         shifted.append(
             [s.index_select(-1, index_T).masked_fill(~inside_T, 0) for s in sources]
         )
@@ -132,8 +132,17 @@ def roll_packed(
     return rolled, rolled.sum()
 
 
-def _source_index(k: int, reach: int, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    """Index into [local tokens | gathered chunk heads], and whether t + k is a real token."""
+def source_index(k: int, reach: int, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+    """Index into [local tokens | gathered chunk heads], and whether t + k is a real token.
+
+    Args:
+        k: how far to look ahead, 1 to ``reach``.
+        reach: tokens of each chunk head that were gathered.
+        layout: where the local tokens sit.
+
+    Returns:
+        int64 [t] and bool [t]; the index is that of some row where there is no such token.
+    """
     sequence_T = layout.sequence_T
     target_T = layout.position_T + k
     inside_T = target_T < layout.length_N[sequence_T]
@@ -177,6 +186,15 @@ def _lost_sums(heads: Tensor, reach: int, layout: SequenceLayout, dtype: torch.d
     return torch.cat([sums_K.new_zeros(1), sums_K.cumsum(0)])
 
 
+def chunk_heads(reach: int, layout: SequenceLayout) -> Tensor:
+    """Local tokens at the heads of this rank's chunks, int64 [n · 2 · reach]; short ones repeat."""
+    half = torch.arange(2, device=layout.start_N.device)[None, :, None]
+    ahead = torch.arange(reach, device=layout.start_N.device)[None, None, :]
+    chunk = layout.chunk_N[:, None, None]
+    head_N2K = layout.start_N[:, None, None] + half * chunk + torch.minimum(ahead, chunk - 1)
+    return head_N2K.flatten().clamp(max=layout.position_T.numel() - 1)
+
+
 def _exchange_chunk_heads(
     fields: Sequence[Tensor], reach: int, layout: SequenceLayout, mine: Optional[Tensor] = None
 ) -> tuple[list[Tensor], Optional[Tensor]]:
@@ -185,11 +203,7 @@ def _exchange_chunk_heads(
     Fields of all dtypes travel as bytes in one all-gather, and ``mine``, a number of this rank: all
     ranks' are returned as [cp].
     """
-    half = torch.arange(2, device=layout.start_N.device)[None, :, None]
-    ahead = torch.arange(reach, device=layout.start_N.device)[None, None, :]
-    chunk = layout.chunk_N[:, None, None]
-    head_N2K = layout.start_N[:, None, None] + half * chunk + torch.minimum(ahead, chunk - 1)
-    head = head_N2K.flatten().clamp(max=layout.position_T.numel() - 1)
+    head = chunk_heads(reach, layout)
     parts = [field.detach().index_select(-1, head).contiguous() for field in fields]
     if mine is not None:
         parts.append(mine.reshape(1))
