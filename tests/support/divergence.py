@@ -17,7 +17,8 @@ def kept_tokens(logits: Sequence[float], top_k: int, top_p: float) -> list[bool]
     """What a sampler keeps of one row of logits, divided by the temperature already.
 
     Top-k keeps its k largest and what equals the smallest of them. Of the rest, the least likely
-    go as long as all that went hold no more than 1 - p; the last one stays. Of equals the first goes.
+    go as long as all that went hold no more than 1 - p; the last one stays. Of equals the first
+    goes.
     """
     kept = [True] * len(logits)
     if top_k:
@@ -70,8 +71,9 @@ def reference_terms(
     p = policy(teacher, *sampling)
     log_q = (logits / sampling[0]).log_softmax(-1)
     accepted = torch.minimum(p, log_q.exp()).sum(-1)
+    cross_entropy = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none")
     terms = dict(
-        ce=F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="none").view_as(labels),
+        ce=cross_entropy.view_as(labels),
         kl=F.kl_div(log_q, p, reduction="none").sum(-1),
         tv=1 - accepted,
     )

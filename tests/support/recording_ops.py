@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestOutput(TorchDispatchMode):
-    """The largest number of elements that an operation inside it returned; and how many products."""
+    """The largest number of elements an operation inside it returned; and how many products."""
 
     def __init__(self):
         super().__init__()

@@ -9,12 +9,13 @@ rollout's temperature T and what it drops (top-k, top-p),
     kl = Σ_v p_v (log p_v - log q_v)         dkl/dz_v = (q_v - p_v) / T
     tv = 1 - a,  a = Σ_v min(p_v, q_v)       dtv/dz_v = -q_v ([q_v < p_v] - Σ_u [q_u < p_u] q_u) / T
 
-a is the probability that rejection sampling (Leviathan et al., 2023, arXiv 2211.17192) accepts a draft
-drawn from q where p is to be sampled. The cross-entropy of a label beside it is taken at T = 1.
+a is the probability that rejection sampling (Leviathan et al., 2023, arXiv 2211.17192) accepts a
+draft drawn from q where p is to be sampled. The cross-entropy of a label beside it is taken at T =
+1.
 
-Like `vocab_parallel.cross_entropy_in_place`, this leaves gradients multiplied by a number per row, by
-which a few rows of a matrix product are divided more cheaply. Both exponentials are kept in units of the
-head's sum S: exp((z_v - max z) / T) = S q_v, and beside it S p_v.
+Like `vocab_parallel.cross_entropy_in_place`, this leaves gradients multiplied by a number per row,
+by which a few rows of a matrix product are divided more cheaply. Both exponentials are kept in
+units of the head's sum S: exp((z_v - max z) / T) = S q_v, and beside it S p_v.
 """
 
 from __future__ import annotations
@@ -168,7 +169,9 @@ def _subtract_maxima(
     if tp_group is not None:
         local_2N = torch.stack([max_N, teacher_max_N])
         all_P2N = local_2N.new_empty((tp_group.size(), *local_2N.shape))
-        torch.distributed.all_gather_into_tensor(all_P2N.flatten(), local_2N.flatten(), group=tp_group)
+        torch.distributed.all_gather_into_tensor(
+            all_P2N.flatten(), local_2N.flatten(), group=tp_group
+        )
         max_N, owner_N = all_P2N[:, 0].max(dim=0)
         teacher_max_N = all_P2N[:, 1].amax(dim=0)
         offset, is_owner_N = tp_group.rank() * logits_NV.size(-1), owner_N == tp_group.rank()

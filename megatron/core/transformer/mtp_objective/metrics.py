@@ -8,8 +8,8 @@ the last reset and over the data- and context-parallel ranks:
     acceptance of depth k   share of a_k among the positions with m_k ≠ 0
     accepted length         mean of 1 + Σ_k Π_{j≤k} a_j over the positions with m_0, …, m_D all ≠ 0
 
-Where the policy was asked as a teacher, with e_k(t) the probability that rejection sampling accepts depth
-k's draft, Σ min(p, q) of the policy's distribution p and the head's q,
+Where the policy was asked as a teacher, with e_k(t) the probability that rejection sampling
+accepts depth k's draft, Σ min(p, q) of the policy's distribution p and the head's q,
 
     expected acceptance       mean of e_k over the positions with m_k ≠ 0
     expected accepted length  mean of 1 + Σ_k Π_{j≤k} e_j over the positions of the accepted length

@@ -9,8 +9,8 @@ context-parallel (CP) group, one rank contributes (to be summed over its tokens)
     "global", per-token loss  f/D · m_k CE_k
     mtp_loss_normalizer = n   f/D · m_k CE_k / n_k                   nothing else applied
 
-The first two are upstream's at CP=1, in the same order of operations. ``mtp_depth_weights``, if there
-are any, multiply every row of the table.
+The first two are upstream's at CP=1, in the same order of operations. ``mtp_depth_weights``, if
+there are any, multiply every row of the table.
 """
 
 from __future__ import annotations

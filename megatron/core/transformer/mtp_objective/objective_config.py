@@ -1,7 +1,7 @@
 """What the configuration says about the objective: its fields checked, and put together.
 
-``mtp_objective`` is "ce", "kl", "tv", "ce+kl" or "ce+tv"; `divergences` has the formulas. The policy is
-needed as a teacher for all but "ce", for ``mtp_depth_weighting="chained"`` and for
+``mtp_objective`` is "ce", "kl", "tv", "ce+kl" or "ce+tv"; `divergences` has the formulas. The
+policy is needed as a teacher for all but "ce", for ``mtp_depth_weighting="chained"`` and for
 ``mtp_expected_acceptance``. Then supervised rows alone are projected, in chunks of
 ``mtp_loss_chunk_size`` rows or, with 0, in one chunk.
 """
@@ -107,7 +107,8 @@ def _check_sampling(config: TransformerConfig) -> None:
         )
     if not (_is_real(top_p) and 0 < top_p <= 1):
         raise ValueError(
-            f"mtp_teacher_top_p must be greater than 0 and at most 1 (1: every token), got {top_p!r}."
+            f"mtp_teacher_top_p must be greater than 0 and at most 1 (1: every token), "
+            f"got {top_p!r}."
         )
     if needs_teacher(config):
         return
@@ -124,8 +125,8 @@ def _check_weights(config: TransformerConfig) -> None:
     weight, weights_D = config.mtp_objective_weight, config.mtp_depth_weights
     if not (_is_real(weight) and 0 <= weight < math.inf):
         raise ValueError(
-            f"mtp_objective_weight must be finite and at least 0, got {weight!r}: it multiplies the "
-            f"second term of 'ce+kl' and 'ce+tv'."
+            f"mtp_objective_weight must be finite and at least 0, got {weight!r}: it multiplies "
+            f"the second term of 'ce+kl' and 'ce+tv'."
         )
     if weight != 1 and "+" not in config.mtp_objective:
         raise ValueError(

@@ -4,10 +4,10 @@ Shape suffixes: N rows of a chunk, V this rank's part of the vocabulary, K large
 P tensor-parallel ranks.
 
 As vLLM's sampler does it: logits are divided by the temperature, top-k comes before top-p, and
-probabilities are those of what top-k has left. Equal logits at the boundary of top-k are all kept. Top-p
-drops the least likely tokens, one by one, while the dropped ones together hold no more than 1 - p: so
-the token that crosses p is kept, and of equally likely ones at that boundary those with the smaller id
-go first (vLLM leaves that to the order of an unstable sort).
+probabilities are those of what top-k has left. Equal logits at the boundary of top-k are all kept.
+Top-p drops the least likely tokens, one by one, while the dropped ones together hold no more than
+1 - p: so the token that crosses p is kept, and of equally likely ones at that boundary those with
+the smaller id go first (vLLM leaves that to the order of an unstable sort).
 """
 
 from __future__ import annotations

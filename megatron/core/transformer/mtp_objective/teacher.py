@@ -3,11 +3,12 @@
 Shape suffixes: S positions, B batch rows, R = s · b rows of one depth (position-major), N rows of a
 chunk, V this rank's part of the vocabulary, H hidden size, D depths.
 
-Depth k at position t predicts the token that the policy itself predicts at t + k. So the hidden row that
-its teacher's logits are made of is the decoder's at t + k, inside the same sequence. Under context
-parallelism the first rows of chunks travel, in one message for all depths; under sequence parallelism
-the rows are gathered over the tensor-parallel ranks, once. Logits are projected for the rows of one
-chunk, beside the head's. Neither the decoder's rows nor the weight gets a gradient from here.
+Depth k at position t predicts the token that the policy itself predicts at t + k. So the hidden
+row that its teacher's logits are made of is the decoder's at t + k, inside the same sequence.
+Under context parallelism the first rows of chunks travel, in one message for all depths; under
+sequence parallelism the rows are gathered over the tensor-parallel ranks, once. Logits are
+projected for the rows of one chunk, beside the head's. Neither the decoder's rows nor the weight
+gets a gradient from here.
 """
 
 from __future__ import annotations
