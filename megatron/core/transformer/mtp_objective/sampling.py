@@ -44,7 +44,7 @@ def dropped_tokens(
     """Which tokens top-k and top-p leave out.
 
     Top-k gathers each rank's k largest logits, top-p the whole vocabulary of the rows (of some
-    at a time, 12 bytes for each of at most 2^24 numbers in float32): both bounded by the chunk.
+    at a time, some 30 bytes for each of at most 2^24 numbers in float32): both bounded by the chunk.
 
     Args:
         logits_NV: [n, v], divided by the temperature already.
