@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from argparse import Namespace
 
 from megatron.core.transformer.mtp_objective.metrics import (
@@ -67,4 +68,11 @@ def mtp_log_line(metrics: MTPMetrics, iteration: int) -> str:
             f"acceptance: {100 * metrics.acceptance[depth]:.2f}%, "
             f"targets: {metrics.supervised_tokens[depth]}"
         )
-    return " | ".join([*parts, f"accepted length: {metrics.accepted_length:.3f} |"])
+    parts.append(f"accepted length: {metrics.accepted_length:.3f}")
+    if not math.isnan(metrics.expected_accepted_length):
+        expected = ", ".join(f"{100 * value:.2f}%" for value in metrics.expected_acceptance)
+        parts.append(
+            f"expected acceptance: {expected}, "
+            f"accepted length: {metrics.expected_accepted_length:.3f}"
+        )
+    return " | ".join(parts) + " |"

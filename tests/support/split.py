@@ -71,7 +71,8 @@ class SplitCase:
         masks = _MASKS + _MASKS[:2] if self.sizes.get("pp") == 3 else _MASKS
         if self.layout == "bshd":
             return [bshd_batch(2, 8, mask) for mask in masks]
-        return [thd_batch((7, 3), (8, 4), mask) for mask in masks]
+        places = (8, 8) if self.sizes.get("cp") == 4 else (8, 4)
+        return [thd_batch((7, 3), places, mask) for mask in masks]
 
 
 def case_gradients(case: SplitCase, whole: bool = False) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Iterator
 
 EXIT_OK, EXIT_MISSED, EXIT_NOT_READY = 0, 1, 2
-SECTIONS = ("traffic", "accuracy", "objective", "step", "roofline")
+SECTIONS = ("traffic", "accuracy", "objective", "teacher", "step", "roofline")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -104,7 +104,7 @@ def _measure(options: argparse.Namespace, folder: Path, chosen) -> Iterator[Any]
     """All rows of the chosen sections."""
     import torch
 
-    from tools.bench import accuracy, objective, roofline, step, timing, traffic
+    from tools.bench import accuracy, objective, roofline, step, teacher, timing, traffic
     from tools.bench.trees import load_pair, unpack_upstream
 
     start = time.monotonic()
@@ -123,7 +123,7 @@ def _measure(options: argparse.Namespace, folder: Path, chosen) -> Iterator[Any]
         if "accuracy" in options.only:
             tick("gradients")
             yield from accuracy.measure(pair)
-        for section in (objective, step, roofline):
+        for section in (objective, teacher, step, roofline):
             if section.__name__.split(".")[-1] in options.only:
                 yield from section.measure(pair, chosen, tick)
     tick("done")

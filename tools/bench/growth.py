@@ -7,7 +7,7 @@ import math
 import statistics
 from typing import Any, Iterator, Sequence
 
-from tools.bench import objective, traffic
+from tools.bench import objective, teacher, traffic
 from tools.bench.results import Goal, Row
 from tools.bench.sizes import Sizes
 
@@ -17,9 +17,11 @@ _AXES = {
     objective.TIME: ("s", "V", "D"),
     objective.MEMORY: ("s", "V", "D"),
     objective.EXTRA: ("s", "V", "D"),
+    teacher.EXTRA: ("s",),
     traffic.CALLS: ("sequences", "D"),
     traffic.SYNCS: ("sequences", "D"),
 }
+_BOUNDED = (objective.EXTRA, teacher.EXTRA)
 
 
 def exponent(x: Sequence[float], cost: Sequence[float]) -> float:
@@ -45,7 +47,7 @@ def measure(rows: list[Row], sizes: Sizes) -> Iterator[Row]:
     for section, axes in _AXES.items():
         for axis in axes:
             for fixed, along in _lines(rows, section, axis, at).items():
-                if section == objective.EXTRA:  # what a chunk bounds, once there is a whole one
+                if section in _BOUNDED:  # what a chunk bounds, once there is a whole one
                     along = [row for row in along if row.key["s"] * row.key["share"] >= sizes.chunk]
                 along.sort(key=lambda row: row.key[axis])
                 if len(along) < 2:
@@ -53,7 +55,7 @@ def measure(rows: list[Row], sizes: Sizes) -> Iterator[Row]:
                 x = [row.key[axis] for row in along]
                 upstream = _exponent_of(x, [row.upstream for row in along])
                 ours = _exponent_of(x, [row.ours for row in along])
-                constant = section == objective.EXTRA and axis == "s"
+                constant = section in _BOUNDED and axis == "s"
                 name = f"{section.split(' at ')[0]}, over {axis}{_words(fixed)}"
                 key = dict(axis=axis, of=section)
                 goal = MEMORY_GOAL if constant else None

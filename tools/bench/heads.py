@@ -99,9 +99,18 @@ class Objective:
         depths: D of the inputs, whatever the model was built with.
         isolated: keep the output weight out of it.
         chunk: ``mtp_loss_chunk_size``; 0 is the plain path, and all there is upstream.
+        objective: ``mtp_objective``, of ours.
     """
 
-    def __init__(self, tree: Tree, model, depths: int, isolated: bool = False, chunk: int = 0):
+    def __init__(
+        self,
+        tree: Tree,
+        model,
+        depths: int,
+        isolated: bool = False,
+        chunk: int = 0,
+        objective: str = "ce",
+    ):
         self.tree, self.model = tree, model
         self.config = copy.copy(model.config)
         self.config.mtp_num_layers = depths
@@ -109,6 +118,7 @@ class Objective:
         self.ours: dict[str, Any] = {}
         if tree.name == "ours":
             setattr(self.config, CHUNK, chunk)
+            self.config.mtp_objective = objective
             metrics = tree.load("megatron.core.transformer.mtp_objective.metrics")
             self.ours = dict(
                 mtp_isolated_loss=isolated, mtp_metric_sums=metrics.MetricSums(depths)

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import device, prepare, relative_error
 from tests.support.host_sync import HostSyncs
+from tests.support.recording_ops import LargestOutput
 
 prepare()
 
@@ -178,22 +179,6 @@ def test_the_factor_that_backward_brings_is_not_rounded_to_half_precision(dtype,
             found.append(torch.autograd.grad(objective, hidden, torch.full_like(objective, incoming)))
     for want, got in zip(*found):
         assert want.isfinite().all() and want.any() and torch.equal(got, want)
-
-
-class LargestOutput(TorchDispatchMode):
-    """The largest number of elements that an operation inside it returned; and how many products."""
-
-    def __init__(self):
-        super().__init__()
-        self.elements, self.products = 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        self.products += func.overloadpacket.__name__ in ("mm", "addmm", "addmm_", "bmm")
-        return out
 
 
 def test_nothing_larger_than_a_chunk_of_logits_or_an_argument_is_made():

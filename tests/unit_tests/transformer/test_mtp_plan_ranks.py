@@ -3,11 +3,8 @@
     python -m pytest tests/unit_tests/transformer/test_mtp_plan_ranks.py
 """
 
-import contextlib
 import dataclasses
 import random
-import sys
-from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +19,7 @@ from tests.support import (
     run_ranks,
     thd_batch,
 )
+from tests.support.messages import noting_calls_of_the_objective
 from tests.support.rows import draw_row
 
 prepare()
@@ -29,16 +27,6 @@ prepare()
 from megatron.core.transformer.mtp_objective.layout import SequenceLayout
 from megatron.core.transformer.mtp_objective.shift import shift_and_sum, shift_fields
 
-TRANSPORTS = [
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_reduce",
-    "all_to_all_single",
-    "batch_isend_irecv",
-    "broadcast",
-    "irecv",
-    "isend",
-]
 CP_SIZES = [2, 4]
 
 
@@ -108,26 +96,6 @@ def messages_of_the_objective(cp, overrides):
                 model(**kwargs).sum().backward()
             found[depths, sequences] = called
     return found
-
-
-@contextlib.contextmanager
-def noting_calls_of_the_objective(called):
-    """Append the name of every transport that a file of the objective or of the block calls.
-
-    Metrics, which a training step does not wait for, are reduced when they are read.
-    """
-    with contextlib.ExitStack() as stack:
-        for name in TRANSPORTS:
-            real = getattr(torch.distributed, name)
-
-            def noting(*args, name=name, real=real, **kwargs):
-                file = sys._getframe(1).f_code.co_filename
-                if "mtp_objective" in file or "multi_token_prediction" in file:
-                    called.append(name)
-                return real(*args, **kwargs)
-
-            stack.enter_context(mock.patch.object(torch.distributed, name, noting))
-        yield
 
 
 @pytest.mark.parametrize("cp", CP_SIZES)

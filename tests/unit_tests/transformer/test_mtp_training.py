@@ -82,6 +82,17 @@ def test_the_log_line_has_every_depth_and_the_accepted_length():
     )
 
 
+def test_the_log_line_ends_with_what_is_expected_where_a_teacher_was_asked():
+    from megatron.core.transformer.mtp_objective.metrics import MTPMetrics
+    from megatron.training.mtp_training import mtp_log_line
+
+    sums = torch.tensor([6.0, 4, 3, 4, 9.0, 3, 0, 3, 10, 5], dtype=torch.float64)
+    expected = torch.tensor([3.2, 4, 1.5, 3, 9, 5], dtype=torch.float64)
+    line = mtp_log_line(MTPMetrics(sums, expected), 7)
+    assert line.startswith(mtp_log_line(MTPMetrics(sums), 7).removesuffix(" |"))
+    assert line.endswith(" | expected acceptance: 80.00%, 50.00%, accepted length: 1.800 |")
+
+
 def test_a_model_without_heads_logs_nothing(capsys):
     from megatron.training.mtp_training import log_mtp_metrics
 

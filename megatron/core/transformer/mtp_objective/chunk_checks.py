@@ -9,7 +9,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-_INSTEAD = "set mtp_loss_chunk_size=0 to compute the MTP objective from whole logits."
+ASKED = "mtp_loss_chunk_size > 0"
+INSTEAD = "set mtp_loss_chunk_size=0 to compute the MTP objective from whole logits."
 
 
 def check_chunking_config(config: TransformerConfig) -> None:
@@ -28,7 +29,7 @@ def check_chunking_config(config: TransformerConfig) -> None:
         raise ValueError(
             "mtp_loss_chunk_size > 0 computes the output weight's gradient in forward, and "
             "defer_embedding_wgrad_compute keeps activations to compute it later: "
-            f"unset that, or {_INSTEAD}"
+            f"unset that, or {INSTEAD}"
         )
 
 
@@ -37,6 +38,9 @@ def check_chunked_head(
     output_weight: Optional[Tensor] = None,
     scale_logits_fn: Optional[Callable] = None,
     compute_language_model_loss: Optional[Callable] = None,
+    *,
+    asked: str = ASKED,
+    instead: str = INSTEAD,
 ) -> None:
     """Refuse an output layer or a loss whose result or side effects chunks would not reproduce.
 
@@ -44,6 +48,7 @@ def check_chunked_head(
         output_layer: the model's.
         output_weight: weight in place of its own.
         scale_logits_fn, compute_language_model_loss: the model's; None for the usual ones.
+        asked, instead: for messages, what asks for chunks and how to do without.
 
     Raises:
         ValueError: what was found, and what to change.
@@ -55,19 +60,18 @@ def check_chunked_head(
 
     if type(output_layer) is not ColumnParallelLinear:
         raise ValueError(
-            "mtp_loss_chunk_size > 0 multiplies by the weight of a ColumnParallelLinear output "
-            f"layer itself, got {type(output_layer).__name__}, whose forward it would leave out: "
-            f"{_INSTEAD}"
+            f"{asked} multiplies by the weight of a ColumnParallelLinear output layer itself, "
+            f"got {type(output_layer).__name__}, whose forward it would leave out: {instead}"
         )
     # Older releases do not know GTP.
     if output_layer.bias is not None or getattr(output_layer, "gtp_remat_size", 1) > 1:
         found = "a bias" if output_layer.bias is not None else "a weight sharded by GTP"
-        raise ValueError(f"mtp_loss_chunk_size > 0 knows no output layer with {found}: {_INSTEAD}")
+        raise ValueError(f"{asked} knows no output layer with {found}: {instead}")
     for weight in (output_layer.weight, output_weight):
         if hasattr(weight, "__fsdp_param__") or isinstance(weight, DTensor):
             raise ValueError(
-                "mtp_loss_chunk_size > 0 needs the whole weight of this rank's part of the "
-                f"vocabulary, and FSDP shards the output layer's: {_INSTEAD}"
+                f"{asked} needs the whole weight of this rank's part of the vocabulary, and "
+                f"FSDP shards the output layer's: {instead}"
             )
     for name, given, usual in (
         ("compute_language_model_loss", compute_language_model_loss, "compute_language_model_loss"),
@@ -76,6 +80,6 @@ def check_chunked_head(
         if given is None or getattr(given, "__func__", None) is getattr(LanguageModule, usual):
             continue
         raise ValueError(
-            f"mtp_loss_chunk_size > 0 computes the cross-entropy itself and does not call {name}, "
-            f"but this model has its own: {_INSTEAD}"
+            f"{asked} computes the objective itself and does not call {name}, but this model has "
+            f"its own: {instead}"
         )

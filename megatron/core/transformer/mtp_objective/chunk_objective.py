@@ -15,6 +15,7 @@ from megatron.core.transformer.mtp_objective.chunk_checks import (
     check_chunked_head,
     check_chunking_config,
 )
+from megatron.core.transformer.mtp_objective.chunk_scorer import CrossEntropy, Scorer
 from megatron.core.transformer.mtp_objective.chunk_workspace import Head
 from megatron.core.transformer.mtp_objective.chunked import DepthRows, chunked_cross_entropy
 from megatron.core.transformer.mtp_objective.host_counts import HostCounts
@@ -34,7 +35,8 @@ class ChunkedLosses:
 
     Attributes:
         objective: this rank's contribution, a scalar whose gradient is that of the objective.
-        losses_DBS: cross-entropy of each depth, [b, s], without gradient; 0 where nothing counts.
+        losses_DBS: what is trained of each depth (the cross-entropy, unless a scorer says
+            otherwise), [b, s], without gradient or weights; 0 where nothing counts.
         right_DBS: bool, whether the most likely token is the label; False where nothing counts.
     """
 
@@ -55,6 +57,7 @@ def chunked_objective(
     tp_group: Optional[ProcessGroup] = None,
     scale_logits_fn: Optional[Callable[[Tensor], Tensor]] = None,
     compute_language_model_loss: Optional[Callable] = None,
+    scorer: Optional[Scorer] = None,
 ) -> ChunkedLosses:
     """The objective of all depths without their logits; see `chunked_cross_entropy`.
 
@@ -64,22 +67,31 @@ def chunked_objective(
         counts: this rank's supervised rows.
         output_layer: the model's; only its weight is used.
         output_weight: weight in place of its own: a tied one, or a detached one.
-        config: chunk size, scaling factor, normalization.
+        config: chunk size (0: all supervised rows are one chunk), scaling factor, normalization.
         normalizer: see `normalize_depth_loss`.
         tp_group: ranks that share the vocabulary; None takes the output layer's.
         scale_logits_fn, compute_language_model_loss: the model's own, None like the usual one.
+        scorer: puts another loss in place of the cross-entropy.
 
     Raises:
         ValueError: the configuration or the head is one that cannot be chunked, or the hidden
             states do not have the targets' positions.
     """
     check_chunking_config(config)  # Again: a field may have been set since the model was built.
-    check_chunked_head(output_layer, output_weight, scale_logits_fn, compute_language_model_loss)
+    scorer = CrossEntropy() if scorer is None else scorer
+    check_chunked_head(
+        output_layer,
+        output_weight,
+        scale_logits_fn,
+        compute_language_model_loss,
+        asked=scorer.asked,
+        instead=scorer.instead,
+    )
     _run_forward_pre_hooks(output_layer, output_weight)
     weight = output_layer.weight if output_weight is None else output_weight
     head = Head(
         weight_VH=weight,
-        chunk_size=config.mtp_loss_chunk_size,
+        chunk_size=config.mtp_loss_chunk_size or targets.mask_BS.numel(),
         tp_group=output_layer.tp_group if tp_group is None else tp_group,
         sequence_parallel=output_layer.sequence_parallel,
         logit_scale=1.0 if scale_logits_fn is None else float(config.mup_output_mult),
@@ -91,8 +103,8 @@ def chunked_objective(
     for depth, count in enumerate(counts.read()):
         mask_BS = targets.masks_DBS[depth].to(dtype)
         weights_BS = normalize_depth_loss(mask_BS, depth, targets, config, normalizer)
-        depths.append(DepthRows(targets.labels_DBS[depth], weights_BS, count))
-    return ChunkedLosses(*chunked_cross_entropy(hidden_DSBH, depths, head))
+        depths.append(DepthRows(targets.labels_DBS[depth], weights_BS, count, mask_BS != 0))
+    return ChunkedLosses(*chunked_cross_entropy(hidden_DSBH, depths, head, scorer))
 
 
 def _run_forward_pre_hooks(output_layer: torch.nn.Module, weight: Optional[Tensor]) -> None:

@@ -21,6 +21,7 @@ from typing import Iterator, Optional, Sequence
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.mtp_objective.chunk_scorer import CrossEntropy, Scorer
 from megatron.core.transformer.mtp_objective.chunk_workspace import (
     ChunkWorkspace,
     Head,
@@ -28,7 +29,6 @@ from megatron.core.transformer.mtp_objective.chunk_workspace import (
     put_rows,
     take_rows,
 )
-from megatron.core.transformer.mtp_objective.vocab_parallel import cross_entropy_in_place
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,21 @@ class DepthRows:
         weights_BS: real [b, s], factor of each row's cross-entropy; 0 where it does not count.
         count: rows that count, known on the host; None where it cannot be (CUDA-graph capture):
             then every row is projected.
+        counts_BS: bool [b, s], which rows count; None: those whose weight is not 0. A row that
+            counts with weight 0 is scored all the same.
     """
 
     labels_BS: Tensor
     weights_BS: Tensor
     count: Optional[int]
+    counts_BS: Optional[Tensor] = None
 
 
 def chunked_cross_entropy(
-    hidden_DSBH: Sequence[Tensor], depths: Sequence[DepthRows], head: Head
+    hidden_DSBH: Sequence[Tensor],
+    depths: Sequence[DepthRows],
+    head: Head,
+    scorer: Optional[Scorer] = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The weighted cross-entropy of all depths, with its gradient made on the way.
 
@@ -57,6 +63,7 @@ def chunked_cross_entropy(
             dtype of the weight. The cross-entropy is computed in float32, of float64 in float64.
         depths: labels and weights of each depth, of all s positions.
         head: output layer and how to use it; a weight that requires no gradient is not trained.
+        scorer: puts another loss in place of the cross-entropy.
 
     Returns:
         The objective, a scalar that backward may pass once; and without gradient the
@@ -66,24 +73,29 @@ def chunked_cross_entropy(
     Raises:
         RuntimeError: in backward, if it comes a second time.
     """
-    return _ChunkedCrossEntropy.apply(head, tuple(depths), head.weight_VH, *hidden_DSBH)
+    scorer = CrossEntropy() if scorer is None else scorer
+    return _ChunkedCrossEntropy.apply(head, tuple(depths), scorer, head.weight_VH, *hidden_DSBH)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """`chunked_cross_entropy`. The weight and the hidden states are arguments for autograd."""
 
     @staticmethod
-    def forward(ctx, head: Head, depths: tuple[DepthRows, ...], weight_VH: Tensor, *hidden_DSBH):
+    def forward(
+        ctx, head: Head, depths: tuple[DepthRows, ...], scorer: Scorer, weight_VH, *hidden_DSBH
+    ):
         """Losses, and the gradients of everything that requires one."""
         dtype = torch.float64 if weight_VH.dtype == torch.float64 else torch.float32
         unit = _power_of_two([depth.weights_BS for depth in depths], dtype)
         largest = max(_rows_to_project(depth) for depth in depths)
-        workspace = ChunkWorkspace(
-            head, min(head.chunk_size, largest), dtype, largest > 0 and ctx.needs_input_grad[2]
-        )
+        rows = min(head.chunk_size, largest)
+        workspace = ChunkWorkspace(head, rows, dtype, largest > 0 and ctx.needs_input_grad[3])
+        scorer.start(head, rows, dtype)
         passes = [
-            _DepthPass(depth, hidden_SBH, workspace, unit, needed)
-            for depth, hidden_SBH, needed in zip(depths, hidden_DSBH, ctx.needs_input_grad[3:])
+            _DepthPass(number, depth, hidden_SBH, workspace, scorer, unit, needed)
+            for number, (depth, hidden_SBH, needed) in enumerate(
+                zip(depths, hidden_DSBH, ctx.needs_input_grad[4:])
+            )
         ]
         workspace.wait()
         ctx.head, ctx.unit = head, unit
@@ -99,9 +111,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         """The gradients of forward, times what comes in."""
         if ctx.gradients is None:
             raise RuntimeError(
-                "The MTP objective with mtp_loss_chunk_size > 0 computes its gradient once, in "
-                "forward, and backward came a second time: call forward again instead of "
-                "backward(retain_graph=True), or set mtp_loss_chunk_size=0."
+                "The MTP objective with mtp_loss_chunk_size > 0, or with the policy as teacher, "
+                "computes its gradient once, in forward, and backward came a second time: call "
+                "forward again instead of backward(retain_graph=True), or set "
+                "mtp_loss_chunk_size=0 and use no teacher."
             )
         weight_gradient_VH, hidden_gradients = ctx.gradients
         ctx.gradients = None
@@ -115,21 +128,26 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             weight_gradient_VH = _weight_gradient(
                 weight_gradient_VH.mul_(scale), ctx.head.weight_VH, ctx.main_grad
             )
-        return None, None, weight_gradient_VH, *hidden_gradients
+        return None, None, None, weight_gradient_VH, *hidden_gradients
 
 
 class _DepthPass:
     """Forward and gradient of one depth.
 
     Attributes:
-        objective: Σ_r w(r) CE(r), a scalar.
+        objective: Σ_r w(r) · loss of r, a scalar.
         loss_R, right_R: see `chunked_cross_entropy`.
         gradient_SBH: like the hidden states, divided by ``unit``; None without rows that count.
     """
 
-    def __init__(self, depth, hidden_SBH, workspace, unit, needs_gradient):
-        self._depth = depth
-        self._weights_R = _position_major(depth.weights_BS).to(unit.dtype)
+    def __init__(self, number, depth, hidden_SBH, workspace, scorer, unit, needs_gradient):
+        self._number, self._depth, self._scorer = number, depth, scorer
+        weights_R = _position_major(depth.weights_BS).to(unit.dtype)
+        self._weights_R = scorer.weigh(number, weights_R)
+        if depth.counts_BS is None:
+            self._idle_R = weights_R == 0
+        else:
+            self._idle_R = ~_position_major(depth.counts_BS)
         self.loss_R = torch.zeros_like(self._weights_R)
         self.right_R = torch.zeros_like(self._weights_R, dtype=torch.bool)
         self.gradient_SBH = None
@@ -152,17 +170,21 @@ class _DepthPass:
             gradient_RH = make(hidden_RH, memory_format=torch.contiguous_format)
         for rows in self._chunks(workspace.head.chunk_size):
             weights_N, hidden_NH = take_rows(self._weights_R, rows), take_rows(hidden_RH, rows)
+            idle_N = None
             if self._depth.count is None:
+                idle_N = take_rows(self._idle_R, rows)
                 # 0 times a non-finite loss is NaN, and this row may have one.
-                hidden_NH = hidden_NH.masked_fill((weights_N == 0).unsqueeze(-1), 0)
+                hidden_NH = hidden_NH.masked_fill(idle_N.unsqueeze(-1), 0)
             logits_NV = workspace.project(hidden_NH)
-            result = cross_entropy_in_place(
-                logits_NV, take_rows(labels_R, rows), workspace.head.tp_group
-            )
+            labels_N = take_rows(labels_R, rows)
+            result = self._scorer.score(self._number, rows, logits_NV, labels_N, idle_N)
             scale_N = weights_N / (unit * result.sum_N)
             workspace.pull_back(logits_NV, scale_N, hidden_NH, rows, gradient_RH)
-            put_rows(self.loss_R, rows, result.loss_N.masked_fill(weights_N == 0, 0))
-            put_rows(self.right_R, rows, result.right_N & (weights_N != 0))
+            loss_N, right_N = result.loss_N, result.right_N
+            if idle_N is not None:
+                loss_N, right_N = loss_N.masked_fill(idle_N, 0), right_N & ~idle_N
+            put_rows(self.loss_R, rows, loss_N)
+            put_rows(self.right_R, rows, right_N)
         if needs_gradient:
             self.gradient_SBH = workspace.close_rows(gradient_RH, hidden_SBH)
 
@@ -171,7 +193,7 @@ class _DepthPass:
         count, total = _rows_to_project(self._depth), self._weights_R.numel()
         order_R = None
         if count < total:
-            order_R = torch.argsort(self._weights_R == 0, stable=True)
+            order_R = torch.argsort(self._idle_R, stable=True)
         for start in range(0, count, size):
             rows = slice(start, min(start + size, count))
             yield rows if order_R is None else order_R[rows]

@@ -8,12 +8,18 @@ the last reset and over the data- and context-parallel ranks:
     acceptance of depth k   share of a_k among the positions with m_k ≠ 0
     accepted length         mean of 1 + Σ_k Π_{j≤k} a_j over the positions with m_0, …, m_D all ≠ 0
 
+Where the policy was asked as a teacher, with e_k(t) the probability that rejection sampling
+accepts depth k's draft, Σ min(p, q) of the policy's distribution p and the head's q,
+
+    expected acceptance       mean of e_k over the positions with m_k ≠ 0
+    expected accepted length  mean of 1 + Σ_k Π_{j≤k} e_j over the positions of the accepted length
+
 The accepted length is what greedy speculative decoding with all D depths emits per step on the same
 tokens: the policy's own token, and the drafts up to the first wrong one. A position counts if the
 policy's own label and that of every depth are supervised. So neither prompts pull it down nor the
 ends of sequences, where fewer than D drafts can be scored.
 
-Shape suffixes: B batch rows, S local positions, D depths.
+Shape suffixes: D depths.
 """
 
 from __future__ import annotations
@@ -25,62 +31,14 @@ from typing import TYPE_CHECKING, Iterator, Optional, Sequence, Union
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.mtp_objective.targets import DepthTargets
+from megatron.core.transformer.mtp_objective.metric_sums import (
+    EXPECTED_PER_DEPTH,
+    PER_DEPTH,
+    MetricSums,
+)
 
 if TYPE_CHECKING:
     from megatron.core.models.common.language_module.language_module import LanguageModule
-
-_ATTRIBUTE = "_mtp_metric_sums"
-_PER_DEPTH = 4  # weighted loss, weight, right predictions, supervised targets
-
-
-class MetricSums:
-    """Sums of one model on one rank. Recording never waits for the device."""
-
-    def __init__(self, num_depths: int):
-        self.num_depths = num_depths
-        self.sums: Optional[Tensor] = None  # float64 [4 D + 2]; the last two: Σ lengths, positions
-        # Of the forward under way: a_1 … a_k, 1 + Σ of it, and which positions count so far.
-        self._chain_BS = self._length_BS = self._positions_BS = None
-
-    @classmethod
-    def of(cls, model: LanguageModule) -> MetricSums:
-        """The sums of a model, kept as a plain attribute: not in its state dict."""
-        if _ATTRIBUTE not in vars(model):
-            setattr(model, _ATTRIBUTE, cls(model.config.mtp_num_layers))
-        return getattr(model, _ATTRIBUTE)
-
-    @torch.no_grad()
-    def add(self, depth: int, targets: DepthTargets, masked_loss_BS: Tensor, right_BS: Tensor):
-        """Add one depth of one forward; depths come in order.
-
-        Args:
-            depth: k - 1.
-            targets: masks of this microbatch, [b, s].
-            masked_loss_BS: m_k CE_k, [b, s].
-            right_BS: bool [b, s], whether the most likely token is the label. Where m_k is 0 it
-                does not matter.
-        """
-        mask_BS = targets.masks_DBS[depth]
-        supervised_BS = mask_BS != 0
-        right_BS = right_BS & supervised_BS
-        if depth == 0:
-            self._positions_BS = targets.mask_BS != 0
-            self._chain_BS = self._length_BS = torch.ones_like(mask_BS, dtype=torch.float64)
-        self._positions_BS = self._positions_BS & supervised_BS
-        self._chain_BS = self._chain_BS * right_BS
-        self._length_BS = self._length_BS + self._chain_BS
-        self._add(_PER_DEPTH * depth, [masked_loss_BS, mask_BS, right_BS, supervised_BS])
-        if depth == self.num_depths - 1:
-            lengths_BS = self._length_BS * self._positions_BS
-            self._add(_PER_DEPTH * self.num_depths, [lengths_BS, self._positions_BS])
-            self._chain_BS = self._length_BS = self._positions_BS = None
-
-    def _add(self, start: int, values: Sequence[Tensor]) -> None:
-        added = torch.stack([value.sum(dtype=torch.float64) for value in values])
-        if self.sums is None:
-            self.sums = added.new_zeros(_PER_DEPTH * self.num_depths + 2)
-        self.sums[start : start + len(values)] += added
 
 
 class MTPMetrics:
@@ -89,22 +47,35 @@ class MTPMetrics:
     The first number that is read waits for the device, and no earlier.
     """
 
-    def __init__(self, sums: Tensor):
-        """Take reduced sums, float64 [4 D + 2] in the order of `MetricSums`."""
-        self._sums = sums
+    def __init__(self, sums: Tensor, expected: Optional[Tensor] = None):
+        """Take reduced sums in the order of `MetricSums`.
+
+        Args:
+            sums: float64 [4 D + 2].
+            expected: float64 [2 D + 2]; None where no teacher was asked.
+        """
+        self.num_depths = (sums.numel() - 2) // PER_DEPTH  # D
+        if expected is None:
+            expected = sums.new_zeros(EXPECTED_PER_DEPTH * self.num_depths + 2)
+        self._sums = torch.cat([sums, expected])
+        self._expected_from = sums.numel()
 
     @functools.cached_property
-    def _numbers(self) -> list[float]:
+    def _all_numbers(self) -> list[float]:
         return self._sums.tolist()
 
     @property
-    def num_depths(self) -> int:
-        """D."""
-        return (self._sums.numel() - 2) // _PER_DEPTH
+    def _numbers(self) -> list[float]:
+        return self._all_numbers[: self._expected_from]
+
+    @property
+    def _expected(self) -> list[float]:
+        return self._all_numbers[self._expected_from :]
 
     @property
     def losses(self) -> list[float]:
-        """Per depth, the token-weighted mean cross-entropy; NaN where nothing was supervised."""
+        """Per depth, the token-weighted mean of what is trained (with ``mtp_objective="ce"`` the
+        cross-entropy), before depth weights; NaN where nothing was supervised."""
         return self._ratios(0, 1)
 
     @property
@@ -127,10 +98,28 @@ class MTPMetrics:
         """Positions that the accepted length is a mean over."""
         return int(self._numbers[-1])
 
+    @property
+    def expected_acceptance(self) -> list[float]:
+        """Per depth, the mean probability that a sampled draft is accepted; NaN if not computed."""
+        found, width = self._expected, EXPECTED_PER_DEPTH
+        return [_ratio(*found[width * d : width * d + width]) for d in range(self.num_depths)]
+
+    @property
+    def expected_accepted_length(self) -> float:
+        """Mean tokens per step of sampled speculation, from 1 to 1 + D; NaN if not computed."""
+        return _ratio(*self._expected[-2:])
+
     def as_dict(self, prefix: str = "mtp") -> dict[str, float]:
-        """All numbers for a logger: ``mtp_1_loss``, …, ``mtp_accepted_length``."""
+        """All numbers for a logger: ``mtp_1_loss``, …, ``mtp_accepted_length``.
+
+        The expected ones are among them where they were computed for some position.
+        """
+        names = ["losses", "acceptance", "supervised_tokens"]
         named = {f"{prefix}_accepted_length": self.accepted_length}
-        for name in ("losses", "acceptance", "supervised_tokens"):
+        if any(self._expected):
+            named[f"{prefix}_expected_accepted_length"] = self.expected_accepted_length
+            names.append("expected_acceptance")
+        for name in names:
             short = {"losses": "loss"}.get(name, name)
             for depth, value in enumerate(getattr(self, name)):
                 named[f"{prefix}_{depth + 1}_{short}"] = value
@@ -140,7 +129,7 @@ class MTPMetrics:
         return f"MTPMetrics({self.as_dict()})"
 
     def _at(self, depth: int, place: int) -> float:
-        return self._numbers[_PER_DEPTH * depth + place]
+        return self._numbers[PER_DEPTH * depth + place]
 
     def _ratios(self, above: int, below: int) -> list[float]:
         return [_ratio(self._at(d, above), self._at(d, below)) for d in range(self.num_depths)]
@@ -181,16 +170,19 @@ def mtp_metrics(
     if not owners:
         return None
     recorded = MetricSums.of(owners[0])
-    if recorded.sums is None:
-        device = next(owners[0].parameters()).device
-        size = _PER_DEPTH * recorded.num_depths + 2
-        sums = torch.zeros(size, dtype=torch.float64, device=device)
-    else:
-        sums = recorded.sums.clone()
+    device, parts = next(owners[0].parameters()).device, []
+    for sums, width in (
+        (recorded.sums, PER_DEPTH), (recorded.expected, EXPECTED_PER_DEPTH)
+    ):
+        if sums is None:
+            size = width * recorded.num_depths + 2
+            sums = torch.zeros(size, dtype=torch.float64, device=device)
+        parts.append(sums)
+    reduced = torch.cat(parts)
     if reset:
-        recorded.sums = None
-    torch.distributed.all_reduce(sums, group=_ranks_of(owners[0]) if group is None else group)
-    return MTPMetrics(sums)
+        recorded.sums = recorded.expected = None
+    torch.distributed.all_reduce(reduced, group=_ranks_of(owners[0]) if group is None else group)
+    return MTPMetrics(*reduced.split([part.numel() for part in parts]))
 
 
 def models_with_loss(model) -> list[LanguageModule]:

@@ -9,7 +9,8 @@ context-parallel (CP) group, one rank contributes (to be summed over its tokens)
     "global", per-token loss  f/D · m_k CE_k
     mtp_loss_normalizer = n   f/D · m_k CE_k / n_k                   nothing else applied
 
-The first two are upstream's at CP=1, in the same order of operations.
+The first two are upstream's at CP=1, in the same order of operations. ``mtp_depth_weights``, if
+there are any, multiply every row of the table.
 """
 
 from __future__ import annotations
@@ -111,6 +112,9 @@ def normalize_depth_loss(
         [b, s]; its sum is this rank's contribution to the objective.
     """
     scale = config.mtp_loss_scaling_factor / config.mtp_num_layers
+    # A field of a later patch.
+    if getattr(config, "mtp_depth_weights", None) is not None:
+        scale = scale * config.mtp_depth_weights[depth]
     if normalizer is not None:
         if isinstance(normalizer, Tensor):
             normalizer = normalizer.detach().to(masked_loss_BS.device).flatten()

@@ -79,9 +79,9 @@ def first_max(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
 def _whole_vocabulary(logits_NV: Tensor, labels_N: Tensor) -> RowLosses:
     """`cross_entropy_in_place` on one rank."""
     max_N, argmax_N = first_max(logits_NV)
-    label = _LocalLabels.of(labels_N, 0, logits_NV.size(-1))
+    label = LocalLabels.of(labels_N, 0, logits_NV.size(-1))
     sum_N, label_logit_N = _exponentiate(logits_NV, max_N, label)
-    _subtract_at_labels(logits_NV, sum_N, label)
+    subtract_at_labels(logits_NV, sum_N, label)
     return RowLosses(sum_N.log() - label_logit_N, argmax_N == labels_N, sum_N)
 
 
@@ -93,30 +93,30 @@ def _shared_vocabulary(logits_NV: Tensor, labels_N: Tensor, tp_group: ProcessGro
     max_N, owner_N = max_PN.max(dim=0)
     offset = tp_group.rank() * logits_NV.size(-1)
     right_N = (owner_N == tp_group.rank()) & (local_argmax_N + offset == labels_N)
-    label = _LocalLabels.of(labels_N, offset, logits_NV.size(-1))
+    label = LocalLabels.of(labels_N, offset, logits_NV.size(-1))
     sum_N, label_logit_N = _exponentiate(logits_NV, max_N, label)
     sums = torch.stack([sum_N, label_logit_N, right_N.to(sum_N.dtype)])
     torch.distributed.all_reduce(sums, group=tp_group)
     sum_N, label_logit_N, right_N = sums[0], sums[1], sums[2] > 0
-    _subtract_at_labels(logits_NV, sum_N, label)
+    subtract_at_labels(logits_NV, sum_N, label)
     return RowLosses(sum_N.log() - label_logit_N, right_N, sum_N)
 
 
 @dataclass(frozen=True)
-class _LocalLabels:
+class LocalLabels:
     """Labels as columns of this rank's logits: int64 [n, 1], and bool [n] where there is none."""
 
     column_N1: Tensor
     outside_N: Tensor
 
     @classmethod
-    def of(cls, labels_N: Tensor, offset: int, size: int) -> _LocalLabels:
+    def of(cls, labels_N: Tensor, offset: int, size: int) -> LocalLabels:
         column_N = labels_N - offset
         outside_N = (column_N < 0) | (column_N >= size)
         return cls(column_N.masked_fill(outside_N, 0).unsqueeze(-1), outside_N)
 
 
-def _exponentiate(logits_NV: Tensor, max_N: Tensor, label: _LocalLabels) -> tuple[Tensor, Tensor]:
+def _exponentiate(logits_NV: Tensor, max_N: Tensor, label: LocalLabels) -> tuple[Tensor, Tensor]:
     """exp(z - m) in place; returns its sum over the columns and z_y - m, 0 where y is outside."""
     logits_NV.sub_(max_N.unsqueeze(-1))
     label_logit_N = logits_NV.gather(-1, label.column_N1).squeeze(-1)
@@ -124,7 +124,7 @@ def _exponentiate(logits_NV: Tensor, max_N: Tensor, label: _LocalLabels) -> tupl
     return sum_N, label_logit_N.masked_fill(label.outside_N, 0)
 
 
-def _subtract_at_labels(gradient_NV: Tensor, sum_N: Tensor, label: _LocalLabels) -> None:
+def subtract_at_labels(gradient_NV: Tensor, sum_N: Tensor, label: LocalLabels) -> None:
     """Subtract S in the label's column."""
     at_label_N = sum_N.masked_fill(label.outside_N, 0).neg()
     gradient_NV.scatter_add_(-1, label.column_N1, at_label_N.unsqueeze(-1))
