@@ -153,6 +153,24 @@ def test_tiny_weights_do_not_vanish_in_half_precision():
     assert all(relative_error(one, other) <= 1e-2 for one, other in zip(got, want))
 
 
+@pytest.mark.parametrize(
+    "largest", [2.0**127, 3.4e38, 2.0**-149], ids=["2^127", "near the end of float32", "2^-149"]
+)
+def test_weights_at_the_ends_of_single_precision_give_the_gradients_of_others(largest):
+    hidden, weight, labels, weights = problem(1.0, torch.float32)
+    places = [torch.ones_like(w, dtype=torch.float32) for w in weights]
+    found = []
+    # What comes in brings gradients back to where float32 holds them.
+    for factor, incoming in ((1.0, 1.0), (largest, 2.0**-149 if largest > 1 else 2.0**127)):
+        rows = depth_rows(labels, [place * factor for place in places])
+        objective, *_ = chunked_cross_entropy(hidden, rows, Head(weight, 8))
+        incoming = torch.full_like(objective, incoming)
+        got = torch.autograd.grad(objective, [*hidden, weight], incoming)
+        found.append([one.double() / factor / incoming.double() for one in got])
+    for want, got in zip(*found):
+        assert got.any() and relative_error(got, want) <= 1e-6
+
+
 class NumbersTakeTheDtype(TorchDispatchMode):
     """Rounds a tensor without dimensions to the dtype of what it multiplies, as a GPU does."""
 

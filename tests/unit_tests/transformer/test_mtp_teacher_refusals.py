@@ -14,6 +14,7 @@ from tests.support import ModelSpec, bshd_batch, build_model, parallel_world, pr
 
 prepare()
 
+from megatron.core import tensor_parallel
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -135,3 +136,12 @@ def test_a_head_that_rows_would_not_reproduce_is_refused(world, change, text):
     change(model)
     with pytest.raises(ValueError, match=f"policy as teacher.*{text}.*set mtp_objective='ce'"):
         model(**bshd_batch(2, 8).forward_kwargs())
+
+
+def test_a_head_with_a_bias_is_refused_when_the_model_is_built(world, monkeypatch):
+    plain = tensor_parallel.ColumnParallelLinear
+    with_bias = lambda *args, **kwargs: plain(*args, **{**kwargs, "bias": True})
+    monkeypatch.setattr(tensor_parallel, "ColumnParallelLinear", with_bias)
+    build_model(SPEC)
+    with pytest.raises(ValueError, match="policy as teacher.*no output layer with a bias"):
+        build_model(taught())

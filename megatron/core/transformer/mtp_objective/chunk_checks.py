@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Callable, Optional
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 ASKED = "mtp_loss_chunk_size > 0"
@@ -31,6 +32,41 @@ def check_chunking_config(config: TransformerConfig) -> None:
             "defer_embedding_wgrad_compute keeps activations to compute it later: "
             f"unset that, or {INSTEAD}"
         )
+
+
+def check_chunked_model(model: LanguageModule) -> None:
+    """`check_chunking_config` and `check_chunked_head`, of what a model is built with.
+
+    What wraps or replaces its parts later (adapters, FSDP) is found by the first forward.
+
+    Args:
+        model: GPTModel or HybridModel, with its output layer. One that does not compute the
+            objective of heads is not looked at.
+
+    Raises:
+        ValueError: what was found, and what to change.
+    """
+    if model.config.mtp_loss_chunk_size and computes_objective(model):
+        check_chunking_config(model.config)
+        check_model_head(model)
+
+
+def computes_objective(model: LanguageModule) -> bool:
+    """Whether the objective of heads is computed on this model's pipeline stage."""
+    config = model.config
+    heads = model.mtp_process or getattr(config, "mtp_standalone", False)
+    return bool(config.mtp_num_layers and heads and model.post_process)
+
+
+def check_model_head(model: LanguageModule, asked: str = ASKED, instead: str = INSTEAD) -> None:
+    """`check_chunked_head` of a model's own output layer and loss."""
+    check_chunked_head(
+        model.output_layer,
+        scale_logits_fn=model._scale_logits if model.config.use_mup else None,
+        compute_language_model_loss=model.compute_language_model_loss,
+        asked=asked,
+        instead=instead,
+    )
 
 
 def check_chunked_head(

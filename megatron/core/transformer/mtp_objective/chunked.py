@@ -15,6 +15,7 @@ gradient that is stored in half precision neither vanishes nor overflows.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Iterator, Optional, Sequence
 
@@ -178,7 +179,7 @@ class _DepthPass:
             logits_NV = workspace.project(hidden_NH)
             labels_N = take_rows(labels_R, rows)
             result = self._scorer.score(self._number, rows, logits_NV, labels_N, idle_N)
-            scale_N = weights_N / (unit * result.sum_N)
+            scale_N = weights_N / unit / result.sum_N
             workspace.pull_back(logits_NV, scale_N, hidden_NH, rows, gradient_RH)
             loss_N, right_N = result.loss_N, result.right_N
             if idle_N is not None:
@@ -211,7 +212,8 @@ def _position_major(values_BS: Tensor) -> Tensor:
 def _power_of_two(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """A power of two, at most twice the largest weight; 1 if all are 0. A scalar on the device."""
     largest = torch.stack([values.detach().to(dtype).abs().amax() for values in weights]).amax()
-    exponent = torch.frexp(largest).exponent
+    # The power above the largest number that the dtype holds is none that it holds.
+    exponent = torch.frexp(largest).exponent.clamp(max=math.frexp(torch.finfo(dtype).max)[1] - 1)
     return torch.ldexp(torch.ones_like(largest), exponent)
 
 

@@ -12,10 +12,15 @@ import math
 import numbers
 from typing import TYPE_CHECKING, Any
 
+from megatron.core.transformer.mtp_objective.chunk_checks import (
+    check_model_head,
+    computes_objective,
+)
 from megatron.core.transformer.mtp_objective.divergences import Divergence
 from megatron.core.transformer.mtp_objective.sampling import TeacherSampling
 
 if TYPE_CHECKING:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 OBJECTIVES = ("ce", "kl", "tv", "ce+kl", "ce+tv")
@@ -79,17 +84,26 @@ def check_objective_config(config: TransformerConfig) -> None:
         )
 
 
-def check_teacher_vocabulary(config: TransformerConfig, vocab_size: int) -> None:
-    """Refuse a top-k larger than the (padded) vocabulary, when a model is built.
+def check_teacher_model(model: LanguageModule) -> None:
+    """Refuse a model that the policy cannot be computed of as a teacher, when it is built.
+
+    What wraps or replaces its parts later (adapters, FSDP) is found by the first forward.
+
+    Args:
+        model: GPTModel or HybridModel, with its output layer.
 
     Raises:
-        ValueError: the two numbers, and what to change.
+        ValueError: a top-k larger than the (padded) vocabulary, or what `check_chunked_head`
+            refuses, and what to change.
     """
-    if config.mtp_teacher_top_k > vocab_size:
+    config = model.config
+    if config.mtp_teacher_top_k > model.vocab_size:
         raise ValueError(
-            f"mtp_teacher_top_k must not exceed the vocabulary of {vocab_size}, got "
+            f"mtp_teacher_top_k must not exceed the vocabulary of {model.vocab_size}, got "
             f"{config.mtp_teacher_top_k}: lower it, or set 0 to keep every token."
         )
+    if needs_teacher(config) and computes_objective(model):
+        check_model_head(model, ASKED, WITHOUT_TEACHER)
 
 
 def _check_sampling(config: TransformerConfig) -> None:
