@@ -77,3 +77,9 @@ def unexplained(messages: list[Message], entries: list[Entry]) -> list[Message]:
 def stale(messages: list[Message], entries: list[Entry]) -> list[Entry]:
     """The entries that explain no message."""
     return [entry for entry in entries if not any(entry.explains(m) for m in messages)]
+
+
+def stub(message: Message) -> str:
+    """An entry to fill in."""
+    ticks = "`` {} ``" if "`" in message.text else "`{}`"
+    return f"- {ticks.format(message.text)}\n\n    What it means. What to do.\n"
