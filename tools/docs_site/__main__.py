@@ -77,7 +77,7 @@ def messages() -> int:
 
 
 def pictures(folder: Path) -> int:
-    """Screenshots of every page of the built site; prints what pages say on the console."""
+    """Screenshots of every page of the built site; prints what pages complain of or ask for."""
     from tools.docs_site import browser
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,8 +86,8 @@ def pictures(folder: Path) -> int:
         name = "_".join(page.relative_to(SITE).with_suffix("").parts)
         for kind, size in (("wide", browser.DESKTOP), ("narrow", browser.MOBILE)):
             seen = browser.look(page.as_uri(), folder / f"{name}_{kind}.png", size)
-            loud += len(seen.console)
-            print(f"{name} {kind}", *seen.console)
+            loud += len(seen.console + seen.asked)
+            print(f"{name} {kind}", *seen.console, *seen.asked)
     return 1 if loud else 0
 
 

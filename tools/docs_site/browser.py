@@ -21,9 +21,11 @@ _OPTIONS = (
     "--enable-logging=stderr",
     "--log-level=0",
     "--virtual-time-budget=6000",
-    # No name but this machine's resolves: a page that needs another server says so.
+    # No name but this machine's resolves: nothing leaves it.
     "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE localhost, EXCLUDE 127.0.0.1",
 )
+_REQUEST = re.compile(r'"initiator":"([^"]*)".*?"url":"(https?://[^"]*)"')
+_LOCAL = re.compile(r"https?://(?:localhost|127\.0\.0\.1)[:/]")
 _CONSOLE = re.compile(r'CONSOLE(?::\d+|\(\d+\))\] "(.*)", source: (.*)')
 DESKTOP, MOBILE = (1280, 900), (500, 900)
 
@@ -34,11 +36,13 @@ class Seen:
 
     Attributes:
         dom: the document after its scripts ran.
-        console: what stands on the console, errors and failed requests among it.
+        console: what scripts have written or thrown.
+        asked: what was requested from other machines, in vain.
     """
 
     dom: str
     console: list[str]
+    asked: list[str]
 
 
 def find() -> str | None:
@@ -63,9 +67,15 @@ def look(url: str, picture: Path | None = None, size: tuple[int, int] = DESKTOP)
         raise FileNotFoundError(f"expected one of {', '.join(_NAMES)} on the path, found none")
     with tempfile.TemporaryDirectory(prefix="chromium-") as profile:
         arguments = [f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}"]
+        log = Path(profile) / "requests.json"
+        arguments.append(f"--log-net-log={log}")
         wanted = ["--dump-dom"] if picture is None else [f"--screenshot={picture}"]
         done = subprocess.run(
             [program, *_OPTIONS, *arguments, *wanted, url],
             check=True, capture_output=True, text=True, timeout=120,
         )  # fmt: skip
-    return Seen(done.stdout, [" ".join(found) for found in _CONSOLE.findall(done.stderr)])
+        requests = _REQUEST.findall(log.read_text(encoding="utf-8", errors="replace"))
+    # The browser's own requests have no page that they came from.
+    asked = {url for page, url in requests if page != "not an origin" and not _LOCAL.match(url)}
+    console = [" ".join(found) for found in _CONSOLE.findall(done.stderr)]
+    return Seen(done.stdout, console, sorted(asked))
