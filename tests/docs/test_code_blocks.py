@@ -16,11 +16,12 @@ import runpy
 import shlex
 import sys
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.docs.pages import PAGES, ROOT, all_blocks, blocks
+from tests.docs.pages import PAGES, ROOT, all_blocks, blocks, prose
 from tests.support.device import device, prepare
 
 prepare()
@@ -30,6 +31,7 @@ from tests.support.parallel import parallel_world  # noqa: E402
 
 # What a reader's machine has, or what the page asks to type in another place.
 PROGRAMS = {"git", "cd", "diff", "tensorboard", "$EDITOR", "export"}
+_INDENTED = re.compile(r"^    ((?:make|python|\.venv/bin/python|PYTHONPATH=)[ .](?:.*\\\n)*.*)", re.M)
 PYTHON = [block for block in all_blocks("python")]
 RUNNING = [page for page in PAGES if any(block.runs for block in blocks(page))]
 
@@ -48,9 +50,17 @@ def names_of_a_trainer() -> dict:
         logprobs = logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1))
         return -(logprobs.squeeze(-1) * loss_mask).sum()
 
+    labels = tokens.roll(-1, 1).masked_fill(tokens % 8 == 7, -100)
+    microbatch = SimpleNamespace(labels=labels, loss_mask=None, packed_seq_params=None)
     return dict(
         model=model,
         config=model.config,
+        microbatches=[microbatch],
+        cp_group=None,
+        dp_cp_group=None,
+        R=1,
+        step=1,
+        logger=SimpleNamespace(log=print),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         policy_loss=policy_loss,
         tokens=tokens,
@@ -88,13 +98,18 @@ def test_python_parses(block):
 
 
 def commands() -> list[tuple[str, str]]:
-    """(place, command) of every line of every shell block, continued lines joined."""
+    """(place, command) of all shell blocks, indented commands and `make …` in the text."""
+    texts = [(name(block), block.text) for block in all_blocks("sh")]
+    for page in PAGES:
+        place, text = str(page.relative_to(ROOT)), prose(page)
+        texts += [(place, found) for found in _INDENTED.findall(text)]
+        texts += [(place, found) for found in re.findall(r"`(make [^`]*)`", text)]
     found = []
-    for block in all_blocks("sh") + all_blocks("bash"):
-        for line in block.text.replace("\\\n", " ").splitlines():
+    for place, text in texts:
+        for line in text.replace("\\\n", " ").splitlines():
             line = re.sub(r"(^|\s)#.*", "", line).strip()
-            found += [(name(block), part.strip()) for part in line.split("&&") if part.strip()]
-    return found
+            found += [(place, part.strip()) for part in line.split("&&") if part.strip()]
+    return list(dict.fromkeys(found))
 
 
 @cache

@@ -11,6 +11,7 @@ import pytest
 
 from tests.docs.pages import ROOT
 from tools.docs_site import entries
+from tools.docs_site.__main__ import main
 from tools.docs_site.messages import collect, hook_messages, messages_of
 
 MESSAGES = collect(ROOT)
@@ -28,6 +29,17 @@ def test_every_message_is_explained():
 
 def test_every_entry_belongs_to_a_message():
     assert entries.stale(MESSAGES, ENTRIES) == []
+
+
+def test_the_tool_prints_an_entry_to_fill_in_that_is_then_read(monkeypatch, capsys):
+    (message,) = messages_of("raise ValueError(f'no `{x}` in {y}')", "some/file.py")
+    monkeypatch.setattr("tools.docs_site.messages.collect", lambda root: [*MESSAGES, message])
+    assert main(["messages"]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("some/file.py:1\n- `` no `…` in … ``\n") and "1 without an entry" in said
+    assert entries.unexplained([message], entries.entries_of(said, "page")) == []
+    monkeypatch.undo()
+    assert main(["messages"]) == 0
 
 
 def test_every_entry_says_something():

@@ -103,6 +103,12 @@ def test_the_reference_has_every_public_name_with_its_description(site):
         assert words in text
 
 
+def test_without_a_patched_tree_the_build_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGATRON_TREE", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="expected a patched Megatron in .* `make docs`"):
+        mkdocs("build")
+
+
 def test_what_is_broken_fails_the_build(tmp_path):
     docs = tmp_path / "docs"
     shutil.copytree(ROOT / "docs", docs)
