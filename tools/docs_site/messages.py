@@ -5,9 +5,9 @@ is raised. Collected are the texts of
 
 - `raise X(text)`, also when the text was put into a variable of the same module before;
 - `parser.error(text)`, `sys.exit(text)`, `print(text, file=sys.stderr)`;
-- `require_condition(condition, text)`, `Requirement(name, value, reason)`, `_some(names, text)`;
-- what is put into a list called `problems`, `found` or `wrong`, and what a function returns or yields
-  that is annotated with `list[str]` or has a name like `…problem…` or `…message…`.
+- `require_condition(condition, text)`, `Requirement(name, value, text)`, `_some(names, text)`;
+- what is put into a list called `problems`, `found` or `wrong`, and what a function returns or
+  yields that is annotated with `list[str]` or has a name like `…problem…` or `…message…`.
 
 A `raise` that only passes on what another place has said, such as `raise X(str(error))`, has no
 text of its own and is left out.
