@@ -89,9 +89,15 @@ def test_a_message_is_found(source, wanted):
 
 
 @pytest.mark.parametrize(
-    "source", ["raise ValueError(str(error))", "raise", "raise CheckpointError(*problems)"]
+    "source",
+    [
+        "raise ValueError(str(error))",
+        "raise",
+        "raise CheckpointError(*problems)",
+        "found.append(f'<p>{n} seconds in all</p>')",
+    ],
 )
-def test_what_only_passes_a_message_on_has_none(source):
+def test_what_only_passes_a_message_on_or_is_none_has_none(source):
     assert texts(source) == []
 
 

@@ -185,7 +185,8 @@ def messages_of(source: str, where: str) -> list[Message]:
     found = {}
     for node in _expressions(tree):
         for text in map(squeeze, map(_fill, texts.of(node))):
-            if len(re.findall(r"[^\W\d_]{2,}", text)) >= 2 or ". " in text:
+            sentence = len(re.findall(r"[^\W\d_]{2,}", text)) >= 2 or ". " in text
+            if sentence and not text.startswith("<"):  # HTML of a report
                 found.setdefault(text, Message(text, f"{where}:{node.lineno}"))
     return list(found.values())
 
