@@ -20,7 +20,7 @@ import yaml
 
 from tests.docs.pages import PAGES, ROOT, prose
 from tools.docs_site import browser, hooks
-from tools.docs_site.__main__ import mkdocs
+from tools.docs_site.__main__ import build_strictly
 
 CONFIG = ROOT / "mkdocs.yml"
 needs_browser = pytest.mark.skipif(browser.find() is None, reason="there is no Chromium")
@@ -30,9 +30,7 @@ needs_browser = pytest.mark.skipif(browser.find() is None, reason="there is no C
 def site(tmp_path_factory) -> Path:
     """The site, built as `make docs` builds it."""
     folder = tmp_path_factory.mktemp("site")
-    done = mkdocs(
-        "build", "--strict", "--quiet", "--site-dir", str(folder), capture_output=True, text=True
-    )
+    done = build_strictly("--site-dir", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -105,7 +103,7 @@ def test_the_reference_has_every_public_name_with_its_description(site):
 def test_without_a_patched_tree_the_build_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGATRON_TREE", str(tmp_path))
     with pytest.raises(FileNotFoundError, match="expected a patched Megatron in .* `make docs`"):
-        mkdocs("build")
+        build_strictly()
 
 
 def test_what_is_broken_fails_the_build(tmp_path):
@@ -120,7 +118,7 @@ def test_what_is_broken_fails_the_build(tmp_path):
     config = config.replace("hooks: [tools", f"hooks: [{ROOT}/tools")
     (tmp_path / "mkdocs.yml").write_text(config)
     options = ["-f", str(tmp_path / "mkdocs.yml"), "--site-dir", str(tmp_path / "site")]
-    done = mkdocs("build", "--strict", *options, capture_output=True, text=True)
+    done = build_strictly(*options)
     assert done.returncode != 0
     # A warning is a line, and what is indented below it.
     warnings = "\n".join(re.findall(r"^WARNING.*(?:\n .*)*", done.stderr, flags=re.M))

@@ -39,14 +39,30 @@ def mkdocs(*arguments: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=ROOT, env=environment, **options)
 
 
+def build_strictly(*options: str) -> subprocess.CompletedProcess:
+    """Build the site so that a broken link, anchor or docstring fails.
+
+    Never with `--quiet`: MkDocs then does not count the warnings that make a strict build fail.
+
+    Args:
+        options: further ones of `mkdocs build`.
+
+    Returns:
+        The process, with what it said as text.
+    """
+    return mkdocs("build", "--strict", *options, capture_output=True, text=True)
+
+
 def build(serve: bool) -> int:
-    """Build the site; a broken link, anchor or docstring fails."""
+    """Build the site, or serve it."""
     if serve:
         return mkdocs("serve", "--strict").returncode
-    status = mkdocs("build", "--strict", "--quiet").returncode
-    if status == 0:
+    done = build_strictly()
+    if done.returncode:
+        print(done.stdout + done.stderr, file=sys.stderr)
+    else:
         print(f"{SITE / 'index.html'}: open it in a browser")
-    return status
+    return done.returncode
 
 
 def figures() -> int:
