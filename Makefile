@@ -23,7 +23,7 @@ RUN_FORK = env -u PYTHONPATH $(PY) tools/fork.py $(if $(PORT),--port $(PORT))
 # A foreign MEGATRON_TREE is used as it is; only our own tree is built.
 SYNC_TREE = $(if $(filter $(OWN_TREE),$(MEGATRON_TREE)),$(RUN_FORK) tree,true)
 
-.PHONY: help setup doctor demo test test-dist tree patches check rebase port bench bench-gpu
+.PHONY: help setup doctor demo docs test test-dist tree patches check rebase port bench bench-gpu
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -39,6 +39,10 @@ doctor: setup  ## say what is installed, which features it gives, what to instal
 demo: setup  ## the same RL run with MTP heads frozen and trained online, on the CPU (ARGS=...)
 	@$(SYNC_TREE)
 	$(PY) -m examples.online_rl $(ARGS)
+
+docs: setup  ## build the documentation site in build/site, strictly (ARGS=--serve)
+	@$(SYNC_TREE)
+	@$(PY) -m tools.docs_site build $(ARGS)
 
 test: setup  ## run all tests on the CPU (TESTS=path, ARGS=..., PORT=x.y.z, MEGATRON_TREE=checkout)
 	@$(SYNC_TREE)

@@ -17,6 +17,7 @@ img { display: block; max-width: 100%; margin: 2rem auto }
 table { border-collapse: collapse; margin: 1rem 0 }
 th, td { padding: .25rem .9rem; border-bottom: 1px solid #ccc; text-align: right }
 th:first-child, td:first-child { text-align: left }
+.samples { display: block; overflow-x: auto }
 .samples td { text-align: left; font-family: monospace; white-space: pre }
 code, pre { font: 14px/1.5 monospace; white-space: pre-wrap }
 .warning { background: #fff3cd; padding: .5rem 1rem }
@@ -66,6 +67,7 @@ def write_page(
     body = "\n".join(parts)
     path.write_text(
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
         '<link rel="icon" href="data:,"><title>Online RL with MTP heads</title>'
         f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n",
         encoding="utf-8",

@@ -21,6 +21,7 @@ import pytest
 from examples.online_rl.__main__ import parse
 from examples.online_rl.settings import PRESETS
 from tests.support import launch
+from tools.docs_site import browser
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--size", "tiny"]
@@ -87,6 +88,18 @@ def test_the_page_needs_no_other_file_and_no_network(tiny):
     assert not re.search(r"https?:|//|url\(|@import|<script|<iframe|<object", rest)
     assert not re.search(r"(?:src|href)=[^>]", rest)  # what they refer to was data
     assert "seed 1" in page and "seed 2" in page and "stopped early" not in page
+
+
+@pytest.mark.skipif(browser.find() is None, reason="there is no Chromium")
+def test_the_page_opens_in_a_browser_with_its_pictures_and_without_complaint(tiny, tmp_path):
+    _, folder = tiny
+    seen = browser.look((folder / "report.html").as_uri())
+    assert (seen.console, seen.asked) == ([], [])
+    text = re.sub(r'"data:[^"]*"', "", seen.dom)
+    assert text.count("<img") == 3 and "seed 2" in text
+    picture = tmp_path / "report.png"
+    browser.look((folder / "report.html").as_uri(), picture)
+    assert picture.stat().st_size > 30_000  # an empty page of this size is below 10 kB
 
 
 def test_every_step_of_both_arms_has_a_line_with_what_it_measured(tiny):

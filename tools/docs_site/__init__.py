@@ -1,0 +1,1 @@
+"""The documentation site: its build, its figures and the list of errors it must explain."""
