@@ -34,10 +34,16 @@ def found():
     return found
 
 
+@pytest.fixture(scope="module")
+def on_both():
+    """What each of two ranks found, by context- and tensor-parallel size."""
+    return run_ranks(on_two_ranks, 2, [(2, 1), (1, 2)], timeout=180)
+
+
 @pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids=["cp2", "tp2"])
-def found_by_two(request):
-    """What each of two ranks found: sequences are split, or padded for tensor parallelism."""
-    return run_ranks(on_two_ranks, 2, *request.param, timeout=180)
+def found_by_two(request, on_both):
+    """The same of one layout: sequences are split, or padded for tensor parallelism."""
+    return [found[request.param] for found in on_both]
 
 
 def test_heads_train_as_by_our_own_call_and_nothing_else_does(found):
@@ -111,14 +117,17 @@ def on_one_rank():
         }
 
 
-def on_two_ranks(cp, tp):
+def on_two_ranks(layouts):
     import_client("verl")
-    with parallel_world(cp=cp, tp=tp) as groups, fp64_cross_entropy():
-        return {
-            "heads": compare_heads(groups),
-            "empty prompt": compare_heads(groups, EMPTY_PROMPT),
-            "factor": compare_factor(groups),
-        }
+    found = {}
+    for cp, tp in layouts:
+        with parallel_world(cp=cp, tp=tp) as groups, fp64_cross_entropy():
+            found[cp, tp] = {
+                "heads": compare_heads(groups),
+                "empty prompt": compare_heads(groups, EMPTY_PROMPT),
+                "factor": compare_factor(groups),
+            }
+    return found
 
 
 def verl(model, lengths=TRAJECTORIES, train=True, **arguments):
