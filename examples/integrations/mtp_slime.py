@@ -23,8 +23,8 @@ def mtp_forward_kwargs(args, batch, num_microbatches, step_global_batch_size):
     packed, mask = batch.get("packed_seq_params"), batch["full_loss_masks"]  # prediction-aligned
     labels, _ = prediction_aligned_targets(batch["tokens"], mask, packed, cp)
     given = {"labels": labels, "return_logits": True, "mtp_isolated_loss": True}
-    if args.calculate_per_token_loss:  # with --mtp-loss-normalization global: the token mean
-        return given
+    if args.calculate_per_token_loss:  # every context-parallel rank counts all tokens of its row
+        return given | {"mtp_loss_normalizer": 1 / cp.size()}
     (weighed,) = weigh_microbatches(
         [Targets(labels, mask, packed)], "sequence-mean",
         num_depths=args.mtp_num_layers, cp_group=cp,

@@ -39,9 +39,11 @@ def nested(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.nested.nested_tensor(list(tensors), layout=torch.jagged)
 
 
-def tiny(groups: Any, per_token: bool = False, **overrides: Any) -> torch.nn.Module:
-    """An untied float64 model with two depths; the same weights every time."""
-    return build_model(ModelSpec(per_token=per_token, overrides=overrides), groups)
+def tiny(
+    groups: Any, per_token: bool = False, dtype: torch.dtype = torch.float64, **overrides: Any
+) -> torch.nn.Module:
+    """An untied model with two depths; the same weights every time."""
+    return build_model(ModelSpec(per_token=per_token, dtype=dtype, overrides=overrides), groups)
 
 
 def direct(model, groups, lengths=TRAJECTORIES, **forward: Any) -> torch.Tensor:
