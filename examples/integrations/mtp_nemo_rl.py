@@ -1,4 +1,4 @@
-"""NeMo-RL 0.6: heads trained on the targets and the mask that NeMo-RL computes for them.
+"""NeMo-RL 0.7.0: heads trained isolated, on the mask that NeMo-RL computes for them.
 
 Copy this file and call ``install()`` in the Megatron policy worker before it sets up its model.
 See docs/integrations.md.
@@ -26,21 +26,17 @@ def apply_mtp_config(model_cfg, config):
     model_cfg.mtp_loss_normalization = "global"  # NeMo-RL's mtp_grad_scale_func divides
 
 
-def model_forward(
-    *, model, input_ids_cp_sharded, packed_seq_params=None, mtp_loss_mask=None,
-    use_fused_linear_logprobs=False, **given
-):
-    """With NeMo-RL's token-aligned mask the heads train; without one no MTP work is done."""
-    if mtp_loss_mask is None:
-        call = partial(model, compute_mtp_loss=False)
-    elif use_fused_linear_logprobs:
-        raise ValueError("use_fused_linear_logprobs returns no logits: turn it off to train heads.")
-    else:
+def model_forward(*, model, input_ids_cp_sharded, packed_seq_params=None, mtp_loss_mask=None, **given):
+    """Heads train where NeMo-RL passes its token-aligned mask; elsewhere no MTP work is done."""
+    call = partial(model, compute_mtp_loss=mtp_loss_mask is not None)
+    if mtp_loss_mask is not None:
+        if given.get("use_linear_ce_fusion_loss"):
+            raise ValueError("Training MTP heads needs logits: turn use_linear_ce_fusion_loss off.")
         labels, mtp_loss_mask = prediction_aligned_targets(
             input_ids_cp_sharded, mtp_loss_mask, packed_seq_params, get_context_parallel_group()
         )
         call = partial(model, labels=labels, return_logits=True)
     return _model_forward(
         model=call, input_ids_cp_sharded=input_ids_cp_sharded, packed_seq_params=packed_seq_params,
-        mtp_loss_mask=mtp_loss_mask, use_fused_linear_logprobs=use_fused_linear_logprobs, **given,
+        mtp_loss_mask=mtp_loss_mask, **given,
     )

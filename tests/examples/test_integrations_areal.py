@@ -218,3 +218,20 @@ def heads_ran(groups):
     evaluated = bool(calls)
     train(engine, 1.0, groups)
     return (evaluated, bool(calls)) if groups.pp.rank() == groups.pp.size() - 1 else None
+
+
+def test_batches_that_areal_does_not_pack_are_refused():
+    assert run_ranks(refused, 1) == ["MTP heads train on packed text: turn them off for this model."]
+
+
+def refused():
+    import_client("areal")
+    from examples.integrations import mtp_areal
+
+    mtp_areal.install()
+    with parallel_world() as groups:
+        engine = engine_of(groups)
+        engine.use_padded_seq = True
+        with pytest.raises(ValueError) as error:
+            train(engine, 1.0, groups)
+        return str(error.value)
