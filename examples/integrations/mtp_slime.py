@@ -32,3 +32,8 @@ def mtp_forward_kwargs(args, batch, num_microbatches, step_global_batch_size):
     divisor = dp_cp.size() * num_microbatches
     given["mtp_loss_normalizer"] = step_global_batch_size / divisor
     return given | {"loss_mask": weighed.loss_mask}
+
+
+def slime_name(name):
+    """The name by which slime's converters know a parameter of this Megatron."""
+    return name.replace(".mtp_model_layer.", ".transformer_layer.")
