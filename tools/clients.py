@@ -44,8 +44,8 @@ class Client:
         return FOLDER / self.name
 
 
-_VERL = "accelerate cachetools codetiming datasets hydra omegaconf orjson pandas peft ray tensordict"
-_VERL += " torchdata"
+_VERL = "accelerate cachetools codetiming datasets hydra omegaconf orjson pandas peft ray"
+_VERL += " tensordict torchdata"
 _AREAL = "aiohttp einops flask httpx hydra lark mbridge megatron.bridge numba omegaconf orjson ray"
 _AREAL += " tenacity torchdata uvloop areal.infra.dist_rollout areal.models.mcore"
 _AREAL += " areal.engine.megatron_utils.megatron_bridge_patches"
@@ -58,6 +58,17 @@ CLIENTS = {
             ("areal==1.0.4", "colorlog==6.9.0"),
             tuple(_AREAL.split()),
             bare=("areal", "areal.infra"),
+        ),
+        Client(  # its tests stub by themselves: tests/tools/mtp_checkpoint/bridge_worker.py
+            "megatron-bridge",
+            (
+                "megatron-bridge==0.6.2",
+                "accelerate==1.15.0",
+                "antlr4-python3-runtime==4.9.3",
+                "hydra-core==1.3.2",
+                "omegaconf==2.3.0",
+                "peft==0.21.2",
+            ),
         ),
         Client("miles", ("miles-rl==0.0.2",), ("httpx", "ray", "sglang"), ("megatron", "sglang")),
     )

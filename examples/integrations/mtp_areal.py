@@ -41,7 +41,7 @@ def train_heads(forward_backward_batch):
 
 
 def forward(model, input_, *args, **kwargs):
-    """In place of ``packed_context_parallel_forward``; without MTP arguments no MTP work is done."""
+    """In place of ``packed_context_parallel_forward``; no MTP work without MTP arguments."""
     mtp = input_.get("mtp")
     given = dict(mtp, return_logits=True, mtp_isolated_loss=True) if mtp else {}
     call = partial(model, compute_mtp_loss=mtp is not None, **given)

@@ -24,6 +24,6 @@ def head_weights(bridge, model):
 
     ``bridge`` is the AutoBridge that made ``model``, the list of this rank's pipeline chunks.
     """
-    tasks = bridge.get_conversion_tasks(model)
+    tasks = [task for task in bridge.get_conversion_tasks(model) if task is not None]
     heads = [task for task in tasks if "mtp" in task.global_param_name.split(".")]
     yield from bridge.export_hf_weights(model, show_progress=False, conversion_tasks=heads)

@@ -26,7 +26,9 @@ def apply_mtp_config(model_cfg, config):
     model_cfg.mtp_loss_normalization = "global"  # NeMo-RL's mtp_grad_scale_func divides
 
 
-def model_forward(*, model, input_ids_cp_sharded, packed_seq_params=None, mtp_loss_mask=None, **given):
+def model_forward(
+    *, model, input_ids_cp_sharded, packed_seq_params=None, mtp_loss_mask=None, **given
+):
     """Heads train where NeMo-RL passes its token-aligned mask; elsewhere no MTP work is done."""
     call = partial(model, compute_mtp_loss=mtp_loss_mask is not None)
     if mtp_loss_mask is not None:

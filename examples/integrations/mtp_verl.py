@@ -19,7 +19,7 @@ def install():
 
 
 def patch_engine_mtp(module, model_config):
-    """Pass what verl asks for to the forward of each pipeline chunk; ``module``: the list of them."""
+    """Pass what verl asks for to each pipeline chunk's forward; ``module``: the list of chunks."""
     for chunk in module if isinstance(module, list) else [module]:
         model = unwrap_model(chunk)
         model = getattr(model, "language_model", model)

@@ -29,8 +29,8 @@ FRAMEWORKS = {
 def code_lines(source: str) -> set[int]:
     """Lines with code: no blank ones, comments or docstrings."""
     documented = (ast.Module, ast.FunctionDef, ast.ClassDef)
-    texts = [node.body[0] for node in ast.walk(ast.parse(source))
-             if isinstance(node, documented) and ast.get_docstring(node)]
+    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, documented))
+    texts = [node.body[0] for node in nodes if ast.get_docstring(node)]
     prose = {line for text in texts for line in range(text.lineno, text.end_lineno + 1)}
     silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
     found = set()
@@ -41,7 +41,8 @@ def code_lines(source: str) -> set[int]:
 
 
 def test_code_lines_counts_what_it_says():
-    assert code_lines('"""Two.\n\nLines."""\n\n# one\na = 1  # two\n\ndef f():\n    "x"\n') == {6, 8}
+    source = '"""Two.\n\nLines."""\n\n# one\na = 1  # two\n\ndef f():\n    "x"\n'
+    assert code_lines(source) == {6, 8}
 
 
 @pytest.mark.parametrize("path", ADAPTERS, ids=lambda path: path.stem)
@@ -101,4 +102,4 @@ def test_without_a_network_it_says_so_once_and_leaves_nothing_installed(
 def test_an_unknown_framework_is_refused(capsys):
     with pytest.raises(SystemExit):
         clients.main(["trl"])
-    assert "expected some of verl, areal, miles" in capsys.readouterr().err
+    assert "expected some of verl, areal, megatron-bridge, miles, got trl" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from tests.support import (
     run_ranks,
     worst_difference,
 )
-from tests.support.clients import import_client, needs_client
+from tests.examples.clients import import_client, needs_client
 from tests.support.objective import nonzero
 from tests.support.whole_gradients import whole_gradients
 
@@ -146,7 +146,7 @@ def engine_of(groups, **overrides):
 
 
 def batch_of(groups):
-    """This data-parallel rank's trajectories, padded, with the mask that AReaL's actor has rolled."""
+    """This data-parallel rank's trajectories, padded; AReaL's actor has rolled the mask."""
     own = STEP[groups.dp.rank() :: groups.dp.size()]
     first = [10 * (STEP.index(pair) + 1) for pair in own]
     tokens = [torch.arange(sum(pair)) + start for pair, start in zip(own, first)]
@@ -221,7 +221,8 @@ def heads_ran(groups):
 
 
 def test_batches_that_areal_does_not_pack_are_refused():
-    assert run_ranks(refused, 1) == ["MTP heads train on packed text: turn them off for this model."]
+    (message,) = run_ranks(refused, 1)
+    assert message == "MTP heads train on packed text: turn them off for this model."
 
 
 def refused():

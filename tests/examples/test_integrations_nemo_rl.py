@@ -96,7 +96,8 @@ def microbatch(groups, chosen):
     tokens = torch.cat([tokens_of(STEP)[i] for i in chosen])
     mask = torch.cat([masks_of(STEP)[i] for i in chosen])
     bounds = list(range(0, tokens.numel() + 1, 8))
-    part = [shard(field[None], groups.cp.size(), groups.cp.rank(), bounds) for field in (tokens, mask)]
+    cp, rank = groups.cp.size(), groups.cp.rank()
+    part = [shard(field[None], cp, rank, bounds) for field in (tokens, mask)]
     return dict(
         data_dict={},
         input_ids_cp_sharded=part[0],
@@ -112,7 +113,8 @@ def train_and_compare(cp):
 
     _, train = nemo_rl()
     with parallel_world(cp=cp) as groups, fp64_cross_entropy():
-        model = tiny(groups, per_token=True, mtp_loss_normalization="global", mtp_isolated_loss=True)
+        as_configured = dict(mtp_loss_normalization="global", mtp_isolated_loss=True)
+        model = tiny(groups, per_token=True, **as_configured)
         model.config.mtp_grad_scale_func = lambda: torch.tensor(1.0 / VALID_TOKENS)
 
         def forward_step(batches, model):
@@ -165,5 +167,6 @@ def configure():
     for depths in (2, None):
         config = types.SimpleNamespace()
         setup._apply_mtp_config(config, {"megatron_cfg": {"mtp_num_layers": depths}})
-        found.append((config.mtp_num_layers, config.mtp_isolated_loss, config.mtp_loss_normalization))
+        names = ("mtp_num_layers", "mtp_isolated_loss", "mtp_loss_normalization")
+        found.append(tuple(getattr(config, name) for name in names))
     return found

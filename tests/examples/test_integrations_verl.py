@@ -18,8 +18,9 @@ from tests.examples.integration_support import (
     tokens_of,
 )
 from tests.support import fp64_cross_entropy, parallel_world, prepare, run_ranks, worst_difference
-from tests.support.clients import import_client, needs_client
+from tests.examples.clients import import_client, needs_client
 from tests.support.objective import nonzero
+from tests.support.whole_gradients import whole_gradients
 
 prepare()
 pytestmark = needs_client("verl")
@@ -72,6 +73,15 @@ def test_a_pass_without_gradients_or_without_training_does_no_mtp_work(found):
 def test_verls_normalisation_factor_becomes_the_normalizer(found_by_two):
     for rank in found_by_two:
         assert rank["factor"] <= 1e-12
+
+
+def test_heads_train_as_by_our_own_call_on_two_pipeline_stages():
+    with parallel_world() as groups, fp64_cross_entropy():
+        reference = tiny(groups)
+        wanted = gradients(reference, groups, 0 * direct(reference, groups).sum())
+    for ours in run_ranks(on_two_stages, 2, timeout=120):
+        assert worst_difference(heads(ours), heads(wanted))[0] <= 1e-12
+        assert nonzero(ours) == nonzero(heads(ours)) != set()
 
 
 def test_verls_targets_cross_into_the_next_trajectory_after_an_empty_prompt_ours_do_not(found):
@@ -130,8 +140,31 @@ def on_two_ranks(layouts):
     return found
 
 
+def on_two_stages():
+    """Gradients of the whole model after a step of Megatron's schedule over verl's forward."""
+    import_client("verl")
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    with parallel_world(pp=2) as groups, fp64_cross_entropy():
+        model = adapted(tiny(groups))
+        model.config.variable_seq_lengths = True
+        get_forward_backward_func()(
+            forward_step_func=lambda _, stage: (verl(stage)[1], lambda out: (0 * out.sum(), {})),
+            data_iterator=iter([]),
+            model=[model],
+            num_microbatches=1,
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        return whole_gradients([model], groups)
+
+
 def verl(model, lengths=TRAJECTORIES, train=True, **arguments):
-    """verl's forward: this rank's logits, and nested log-probabilities over the whole batch."""
+    """verl's forward: this rank's logits, and the log-probabilities of the whole batch.
+
+    On a pipeline stage before the last, nothing and the stage's output.
+    """
     from verl.models.mcore.model_forward import gptmodel_forward_model_engine
     from verl.utils.megatron.tensor_parallel import vocab_parallel_log_probs_from_logits
 
@@ -151,7 +184,7 @@ def verl(model, lengths=TRAJECTORIES, train=True, **arguments):
         mtp_enable_train=train,
         **arguments,
     )
-    return seen[0], output["log_probs"].values()
+    return (seen[0], output["log_probs"].values()) if seen else (None, output)
 
 
 def adapted(model, enable_train=True):
@@ -169,7 +202,7 @@ def adapted(model, enable_train=True):
 
 
 def compare_heads(groups, lengths=TRAJECTORIES):
-    """Worst difference from our own call, names of heads that train, names of all else that does."""
+    """Worst difference from our own call; names of heads, and of all else, that train."""
     model = adapted(tiny(groups))
     ours = gradients(model, groups, 0 * verl(model, lengths)[1].sum())
     reference = tiny(groups)
