@@ -23,7 +23,7 @@ RUN_FORK = env -u PYTHONPATH $(PY) tools/fork.py $(if $(PORT),--port $(PORT))
 # A foreign MEGATRON_TREE is used as it is; only our own tree is built.
 SYNC_TREE = $(if $(filter $(OWN_TREE),$(MEGATRON_TREE)),$(RUN_FORK) tree,true)
 
-.PHONY: help setup doctor demo docs test test-dist tree patches check rebase port bench bench-gpu
+.PHONY: help setup doctor demo docs test test-dist clients tree patches check rebase port bench bench-gpu
 
 help:  ## list these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -46,11 +46,15 @@ docs: setup  ## build the documentation site in build/site, strictly (ARGS=--ser
 
 test: setup  ## run all tests on the CPU (TESTS=path, ARGS=..., PORT=x.y.z, MEGATRON_TREE=checkout)
 	@$(SYNC_TREE)
+	$(if $(PORT),,@env -u PYTHONPATH $(PY) tools/clients.py --if-possible)
 	$(PY) -m pytest $(TESTS) $(ARGS)
 
 test-dist: setup  ## run the torchrun suites only
 	@$(SYNC_TREE)
 	$(PY) -m pytest tests/functional_tests $(ARGS)
+
+clients: setup  ## install RL frameworks from PyPI under build/clients, for the tests that drive them
+	@env -u PYTHONPATH $(PY) tools/clients.py $(ARGS)
 
 tree: setup  ## build or refresh build/tree: the pinned release with the series applied
 	@$(RUN_FORK) tree $(ARGS)

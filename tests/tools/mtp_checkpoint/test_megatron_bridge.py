@@ -2,28 +2,26 @@
 
 It pins other versions of half of what is installed here, so it lives in a folder of its own:
 
-    pip install --target FOLDER --no-deps megatron-bridge==0.6.2 omegaconf hydra-core \
-        antlr4-python3-runtime==4.9.3 peft accelerate
-    MEGATRON_BRIDGE=FOLDER pytest tests/tools/mtp_checkpoint/test_megatron_bridge.py
+    make clients
+    pytest tests/tools/mtp_checkpoint/test_megatron_bridge.py
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.examples.clients import needs_client
+from tools.clients import CLIENTS
+
 ROOT = Path(__file__).resolve().parents[3]
-FOLDER = Path(os.environ.get("MEGATRON_BRIDGE", "nowhere"))
+FOLDER = CLIENTS["megatron-bridge"].folder
 
 
-@pytest.mark.skipif(
-    not (FOLDER / "megatron" / "bridge").is_dir(),
-    reason="megatron-bridge is not installed: MEGATRON_BRIDGE names no folder with it",
-)
+@needs_client("megatron-bridge")
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("layout", ["per-expert", "packed"])
 def test_megatron_bridge_imports_the_same_head_bit_for_bit(tiny, layout, dtype):

@@ -1,0 +1,1 @@
+"""One adapter per RL framework: files to copy, see docs/integrations.md."""
