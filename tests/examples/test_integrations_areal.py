@@ -12,6 +12,7 @@ import torch
 
 from tests.examples.integration_support import direct, gradients, heads, masks_of, policy, tiny
 from tests.support import (
+    device,
     fp64_cross_entropy,
     parallel_world,
     prepare,
@@ -141,7 +142,7 @@ def engine_of(groups, **overrides):
     )
     engine.enable_tree_training = engine.enable_fp8 = engine.is_vision_model = False
     engine.use_padded_seq = engine.is_offload = False
-    engine.device, engine.logger = torch.device("cpu"), logging.getLogger("areal")
+    engine.device, engine.logger = device(), logging.getLogger("areal")
     return engine
 
 
@@ -149,7 +150,7 @@ def batch_of(groups):
     """This data-parallel rank's trajectories, padded; AReaL's actor has rolled the mask."""
     own = STEP[groups.dp.rank() :: groups.dp.size()]
     first = [10 * (STEP.index(pair) + 1) for pair in own]
-    tokens = [torch.arange(sum(pair)) + start for pair, start in zip(own, first)]
+    tokens = [torch.arange(sum(pair), device=device()) + n for pair, n in zip(own, first)]
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     mask = torch.roll(pad(masks_of(own)), shifts=-1, dims=-1)
     attended = pad([torch.ones_like(sequence) for sequence in tokens])
