@@ -214,8 +214,8 @@ def heads_ran(groups):
     block = getattr(engine.model[0].module, "mtp", torch.nn.Identity())
     block.register_forward_hook(lambda *_: calls.append(1))
     mb_list = engine._prepare_mb_list(batch_of(groups))
-    with torch.no_grad():
-        engine.forward_backward_batch(mb_list, lambda output, inputs: None, forward_only=True)
+    # Gradients stay on: that nothing runs is the adapter's doing.
+    engine.forward_backward_batch(mb_list, lambda output, inputs: None, forward_only=True)
     evaluated = bool(calls)
     train(engine, 1.0, groups)
     return (evaluated, bool(calls)) if groups.pp.rank() == groups.pp.size() - 1 else None
