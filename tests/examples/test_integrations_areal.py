@@ -12,6 +12,7 @@ import torch
 
 from tests.examples.integration_support import direct, gradients, heads, masks_of, policy, tiny
 from tests.support import (
+    device,
     fp64_cross_entropy,
     parallel_world,
     prepare,
@@ -141,7 +142,7 @@ def engine_of(groups, **overrides):
     )
     engine.enable_tree_training = engine.enable_fp8 = engine.is_vision_model = False
     engine.use_padded_seq = engine.is_offload = False
-    engine.device, engine.logger = torch.device("cpu"), logging.getLogger("areal")
+    engine.device, engine.logger = device(), logging.getLogger("areal")
     return engine
 
 
@@ -149,7 +150,7 @@ def batch_of(groups):
     """This data-parallel rank's trajectories, padded; AReaL's actor has rolled the mask."""
     own = STEP[groups.dp.rank() :: groups.dp.size()]
     first = [10 * (STEP.index(pair) + 1) for pair in own]
-    tokens = [torch.arange(sum(pair)) + start for pair, start in zip(own, first)]
+    tokens = [torch.arange(sum(pair), device=device()) + n for pair, n in zip(own, first)]
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     mask = torch.roll(pad(masks_of(own)), shifts=-1, dims=-1)
     attended = pad([torch.ones_like(sequence) for sequence in tokens])
@@ -213,8 +214,8 @@ def heads_ran(groups):
     block = getattr(engine.model[0].module, "mtp", torch.nn.Identity())
     block.register_forward_hook(lambda *_: calls.append(1))
     mb_list = engine._prepare_mb_list(batch_of(groups))
-    with torch.no_grad():
-        engine.forward_backward_batch(mb_list, lambda output, inputs: None, forward_only=True)
+    # Gradients stay on: that nothing runs is the adapter's doing.
+    engine.forward_backward_batch(mb_list, lambda output, inputs: None, forward_only=True)
     evaluated = bool(calls)
     train(engine, 1.0, groups)
     return (evaluated, bool(calls)) if groups.pp.rank() == groups.pp.size() - 1 else None
