@@ -85,7 +85,7 @@ def damaged(tmp_path: Path, how: str) -> Path:
     elif how == "a shard cut off":
         shard.write_bytes(shard.read_bytes()[:-1000])
     elif how == "pickled":
-        shard.rename(shard.with_suffix(".bin"))
+        shard.rename(shard.with_name("pytorch_model-00001-of-00003.bin"))
     elif how == "no head":
         kept = {}
         for path in model.glob("*.safetensors"):
