@@ -4,7 +4,9 @@ Shape suffixes: B sequences, S positions this rank holds, V vocabulary.
 """
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,13 +35,19 @@ class ModelShape:
     max_length: int
 
 
-def build_model(shape: ModelShape, groups: ProcessGroupCollection, seed: int) -> GPTModel:
+def build_model(
+    shape: ModelShape,
+    groups: ProcessGroupCollection,
+    seed: int,
+    objective: Mapping[str, Any] | None = None,
+) -> GPTModel:
     """Build the model; the same seed gives the same weights whatever `groups` are.
 
     Args:
         shape: its dimensions.
         groups: process groups; `groups.cp` are the ranks that share each sequence.
         seed: of the weights.
+        objective: fields of the config that say by what the heads train; None: cross-entropy.
     """
     config = TransformerConfig(
         num_layers=shape.layers,
@@ -56,6 +64,7 @@ def build_model(shape: ModelShape, groups: ProcessGroupCollection, seed: int) ->
         context_parallel_size=groups.cp.size(),
         mtp_num_layers=shape.mtp_depths,
         mtp_loss_scaling_factor=1.0,
+        **(objective or {}),
     )
     layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     if groups.cp.size() > 1:  # upstream's own context-parallel attention needs Transformer Engine

@@ -1,6 +1,9 @@
 """What one step reports: a line of the metrics file."""
 
+import zlib
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 WARM_START, ONLINE, FROZEN = "warm_start", "online", "frozen"
 
@@ -19,6 +22,8 @@ class StepRecord:
         mtp_loss, mtp_acceptance: per depth; frozen heads have them where they are measured.
         estimated_length: the trainer's estimate of the accepted length, 1 to 1 + depths, from
             that forward on the sampled tokens (`accepted_length` of `mtp_metrics`).
+        mtp_expected_acceptance, expected_length: Σ min(p, q) per depth and chained, from that
+            forward, where the model's config asks for them.
         measured_length, measured_length_greedy: tokens per step of the speculative decoder with
             the step's policy and heads on held-out problems, sampling and greedily.
         reward, right, spaced, working: means over the samples: the reward, the share of right
@@ -41,6 +46,8 @@ class StepRecord:
     mtp_loss: list[float] = field(default_factory=list)
     mtp_acceptance: list[float] = field(default_factory=list)
     estimated_length: float | None = None
+    mtp_expected_acceptance: list[float] = field(default_factory=list)
+    expected_length: float | None = None
     measured_length: float | None = None
     measured_length_greedy: float | None = None
     reward: float | None = None
@@ -55,3 +62,8 @@ class StepRecord:
     policy_change: float | None = None
     example: str | None = None
     seconds: float = 0.0
+
+
+def checksum(values: Tensor) -> int:
+    """Return the CRC-32 of a tensor's bytes."""
+    return zlib.crc32(values.cpu().numpy().tobytes())

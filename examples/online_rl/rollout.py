@@ -43,11 +43,16 @@ class Rollouts:
 
 
 class RolloutEngine:
-    """Samples from a copy of the policy, `model`, at temperature 1 or greedily."""
+    """Samples from a copy of the policy, `model`, at `temperature` or greedily."""
 
     def __init__(
-        self, shape: ModelShape, tokenizer: Tokenizer, groups: ProcessGroupCollection
+        self,
+        shape: ModelShape,
+        tokenizer: Tokenizer,
+        groups: ProcessGroupCollection,
+        temperature: float = 1.0,
     ) -> None:
+        self._temperature = temperature
         self.model = build_model(shape, unshared_sequences(groups), seed=0).eval()
         self._tokenizer = tokenizer
         self._max_length = shape.max_length
@@ -99,7 +104,7 @@ class RolloutEngine:
             )
         context.sequence_len_offset += count
         context.enable_decode_mode()
-        return logits[:, -1].float()
+        return logits[:, -1].float() / self._temperature
 
 
 def pad_prompts(

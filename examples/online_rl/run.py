@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from examples.online_rl.arms import FROZEN_ARM, ONLINE_ARM
 from examples.online_rl.journal import Journal
 from examples.online_rl.page import write_page
 from examples.online_rl.plots import draw
@@ -53,16 +54,16 @@ def _run_seed(
     settings: Settings, journal: Journal, groups: ProcessGroupCollection
 ) -> IsolationReport:
     """Warm start, then two runs from there that take turns; return their comparison."""
-    online, frozen = Trainer(settings, groups), Trainer(settings, groups)
+    online, frozen = (Trainer(settings, groups, arm) for arm in (ONLINE_ARM, FROZEN_ARM))
     title, steps = f"seed {settings.seed}: ", settings.steps
     journal.watch(online.warm_start(), settings.warm_steps, title + "warm start")
     start = online.parameters()
     frozen.restore(start)
     arms = {
-        ONLINE: online.reinforce(steps, train_heads=True),
-        FROZEN: frozen.reinforce(steps, train_heads=False),
+        ONLINE: online.reinforce(steps),
+        FROZEN: frozen.reinforce(steps),
     }
-    records = journal.watch(_in_turn(arms), 2 * steps, title + "GRPO, 2 arms")
+    records = journal.watch(in_turn(arms), 2 * steps, title + "GRPO, 2 arms")
     snapshots = [
         Snapshot.of(trainer, [record for record in records if record.phase == arm])
         for trainer, arm in ((online, ONLINE), (frozen, FROZEN))
@@ -70,7 +71,8 @@ def _run_seed(
     return compare(*snapshots, start)
 
 
-def _in_turn(arms: dict[str, Iterator[StepRecord]]) -> Iterator[StepRecord]:
+def in_turn(arms: dict[str, Iterator[StepRecord]]) -> Iterator[StepRecord]:
+    """Take a step of every arm, then the next of every arm."""
     for records in zip(*arms.values(), strict=True):
         yield from records
 

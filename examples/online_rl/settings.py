@@ -1,5 +1,6 @@
 """What a run does: one frozen object, two presets and the refusal of what cannot work."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -15,6 +16,7 @@ class Settings:
         isolated: whether the MTP objective is kept away from the policy.
         context_parallel_size: ranks that share each sequence.
         seed: of the weights, the problems and the sampling.
+        temperature: of the rollouts and of the policy loss on them.
         terms: numbers in a sum.
         working_share: share of the demonstrations that show running totals.
         gap_share: share of the gaps in that working that have a space.
@@ -35,6 +37,7 @@ class Settings:
     isolated: bool = True
     context_parallel_size: int = 1
     seed: int = 1
+    temperature: float = 1.0
     terms: int = 3
     working_share: float = 0.5
     gap_share: float = 0.25
@@ -63,6 +66,8 @@ class Settings:
             raise ValueError(f"samples must be at least 2 to form a group, got {self.samples}")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
+        if not 0.0 < self.temperature < math.inf:
+            raise ValueError(f"temperature must be above 0 and finite, got {self.temperature}")
 
 
 PRESETS: dict[str, Settings] = {

@@ -35,9 +35,20 @@ class Verdict:
 
 @dataclass(frozen=True)
 class SpeculativeRollouts(Rollouts):
-    """Sampled sequences, and steps_B: int64, the steps each took behind its first token."""
+    """Sampled sequences, and the steps they took.
 
-    steps_B: Tensor
+    Attributes:
+        accepted_BS: int64, drafts that the step which read position t last accepted, those behind
+            an end token left out; -1 where no step did. Its first draft is for position t + 2: at
+            t, a head reads the hidden state and the known token t + 1.
+    """
+
+    accepted_BS: Tensor
+
+    @property
+    def steps_B(self) -> Tensor:
+        """int64, the steps each row took behind its first token."""
+        return (self.accepted_BS >= 0).sum(dim=1)
 
     @property
     def accepted_length(self) -> float | None:
@@ -91,9 +102,13 @@ class SpeculativeDecoder:
         model: the policy with its heads, in eval mode, without context parallelism.
         tokenizer: gives the end token and the padding.
         max_length: tokens of the longest sequence, prompt included.
+        temperature: of the policy and of the heads.
     """
 
-    def __init__(self, model: GPTModel, tokenizer: Tokenizer, max_length: int) -> None:
+    def __init__(
+        self, model: GPTModel, tokenizer: Tokenizer, max_length: int, temperature: float = 1.0
+    ) -> None:
+        self._temperature = temperature
         self._model = model
         self._tokenizer = tokenizer
         self._max_length = max_length
@@ -151,7 +166,7 @@ class SpeculativeDecoder:
         at_BK = first_B[:, None] + torch.arange(count, device=first_B.device)
         rows_B1 = torch.arange(len(first_B), device=first_B.device)[:, None]
         logits_BKV, _ = self._model.output_layer(hidden_SBH[at_BK, rows_B1])
-        return torch.log_softmax(logits_BKV.float(), dim=-1)
+        return torch.log_softmax(logits_BKV.float() / self._temperature, dim=-1)
 
 
 class _Text:
@@ -164,7 +179,7 @@ class _Text:
         self.known_B = prompt_mask_BS.sum(dim=1)
         self.rows_B = torch.arange(len(prompts), device=tokens_BS.device)
         self._prompts_B = self.known_B.clone()
-        self._steps_B = torch.zeros_like(self.known_B)
+        self._accepted_BS = torch.full_like(self.tokens_BS, -1)
         self._log_probs_BS = torch.zeros(self.tokens_BS.shape, device=tokens_BS.device)
 
     def append(self, drafts_BD: Tensor, verdict: Verdict, log_p_BKV: Tensor) -> Tensor:
@@ -185,8 +200,10 @@ class _Text:
         self.tokens_BS[rows_B1, columns_BK] = new_BK  # what is not kept will be overwritten
         log_p_BK = log_p_BKV.gather(-1, new_BK.unsqueeze(-1)).squeeze(-1)
         self._log_probs_BS[rows_B1, columns_BK] = log_p_BK
+        if drafts_BD.shape[1]:
+            taken_BK = kept_BK & (places_K < verdict.accepted_B[:, None])
+            self._accepted_BS[self.rows_B, known_B - 2] = taken_BK.sum(dim=1)
         self.known_B[self.rows_B] += kept_BK.sum(dim=1)
-        self._steps_B[self.rows_B] += int(drafts_BD.shape[1] > 0)
         going_B = ~(kept_BK & end_BK).any(dim=1) & (self.known_B[self.rows_B] < self._length)
         self.rows_B = self.rows_B[going_B]
         return going_B
@@ -198,4 +215,5 @@ class _Text:
         mask_BS = known_BS & (places_S >= self._prompts_B[:, None])
         tokens_BS = self.tokens_BS[:, : self._length].where(known_BS, self._tokenizer.pad)
         log_probs_BS = self._log_probs_BS[:, : self._length] * mask_BS
-        return SpeculativeRollouts(tokens_BS, mask_BS, log_probs_BS, self._steps_B)
+        accepted_BS = self._accepted_BS[:, : self._length]
+        return SpeculativeRollouts(tokens_BS, mask_BS, log_probs_BS, accepted_BS)

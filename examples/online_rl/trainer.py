@@ -4,18 +4,19 @@ Shape suffixes: B samples, S tokens of a padded sequence.
 """
 
 import time
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from examples.online_rl.arms import ONLINE_ARM, Arm, SharedRollouts
 from examples.online_rl.batch import TrainingBatch, share_from_first, sum_over
 from examples.online_rl.grpo import group_normalised_advantages, policy_loss, supervised_loss
+from examples.online_rl.judge import Judge
 from examples.online_rl.model import ModelShape, build_model, policy_logits, split_parameters
 from examples.online_rl.optimizers import Optimizers
-from examples.online_rl.record import FROZEN, ONLINE, WARM_START, StepRecord
+from examples.online_rl.record import WARM_START, StepRecord, checksum
 from examples.online_rl.rollout import RolloutEngine, Rollouts
 from examples.online_rl.settings import Settings
 from examples.online_rl.speculative import SpeculativeDecoder
@@ -31,10 +32,14 @@ class Trainer:
     Args:
         settings: all numbers of the run.
         groups: process groups; every rank of `groups.cp` holds a part of each sequence.
+        arm: how the heads are treated in GRPO, and by which objective they train at all.
     """
 
-    def __init__(self, settings: Settings, groups: ProcessGroupCollection) -> None:
+    def __init__(
+        self, settings: Settings, groups: ProcessGroupCollection, arm: Arm = ONLINE_ARM
+    ) -> None:
         self.settings = settings
+        self.arm = arm
         self.tokenizer = Tokenizer()
         self.task = ChainSumTask(
             settings.terms,
@@ -51,10 +56,14 @@ class Trainer:
             vocab_size=self.tokenizer.vocab_size,
             max_length=self.task.max_length,
         )
-        self.policy_model = build_model(shape, groups, settings.seed)
+        self.policy_model = build_model(shape, groups, settings.seed, arm.objective)
         self.policy, self.heads = split_parameters(self.policy_model)
-        self._engine = RolloutEngine(shape, self.tokenizer, groups)
-        self._drafting = SpeculativeDecoder(self._engine.model, self.tokenizer, shape.max_length)
+        temperature = settings.temperature
+        self._engine = RolloutEngine(shape, self.tokenizer, groups, temperature)
+        self._drafting = SpeculativeDecoder(
+            self._engine.model, self.tokenizer, shape.max_length, temperature
+        )
+        self.judge = Judge(self._engine, self._drafting, self.task, settings)
         self._cp_group = groups.cp
         self._length = shape.max_length
         self.optimizers: Optimizers | None = None
@@ -83,13 +92,20 @@ class Trainer:
                 seconds=time.perf_counter() - began,
             )
 
-    def reinforce(self, steps: int, train_heads: bool) -> Iterator[StepRecord]:
+    def reinforce(
+        self, steps: int, shared: SharedRollouts | None = None
+    ) -> Iterator[StepRecord]:
         """Run `steps` GRPO steps with fresh optimizers, one record per step.
 
         Everything but the heads is a function of the policy's parameters and the settings: two
         runs from one warm start differ only if the MTP objective reaches the policy. Rollouts are
         plain: speculative ones have the same distribution, but the tokens depend on the drafts.
+
+        Args:
+            steps: how many.
+            shared: takes rollouts from an arm with the same policy; None: samples all.
         """
+        shared = shared or SharedRollouts()
         s = self.settings
         self.optimizers = self._optimizers(s.policy_lr, s.heads_lr)
         start = {name: value.detach().clone() for name, value in self.policy.items()}
@@ -97,23 +113,23 @@ class Trainer:
             began = time.perf_counter()
             problems = self.task.problems((step - 1) * s.prompts, s.prompts)
             problems = [problem for problem in problems for _ in range(s.samples)]
-            rollouts = self._sample(problems, step)
+            rollouts = shared.take(step, self.policy, lambda: self._sample(problems, step))
             measures = step == 1 or step == steps or step % s.measure_every == 0
-            measured = self._measure() if measures else {}
+            measured = self.judge.measure(self.policy_model) if measures else {}
             texts = rollouts.completions(self.tokenizer)
             scores = [self.task.score(*pair) for pair in zip(problems, texts)]
             rewards_B = torch.tensor([score.reward for score in scores], device=device())
-            update = self._reinforce_once(rollouts, rewards_B, step, train_heads, measures)
+            update = self._reinforce_once(rollouts, rewards_B, step, measures)
             yield StepRecord(
                 s.seed,
-                ONLINE if train_heads else FROZEN,
+                self.arm.name,
                 step,
                 **update,
                 **measured,
                 **_means(scores),
                 working=sum(map(shows_working, texts)) / len(texts),
-                samples_crc=_checksum(rollouts.tokens_BS),
-                rewards_crc=_checksum(rewards_B),
+                samples_crc=checksum(rollouts.tokens_BS),
+                rewards_crc=checksum(rewards_B),
                 policy_change=_relative_change(start, self.policy),
                 example=f"{problems[0].prompt} → {texts[0]}",
                 seconds=time.perf_counter() - began,
@@ -134,7 +150,6 @@ class Trainer:
         rollouts: Rollouts,
         rewards_B: Tensor,
         step: int,
-        train_heads: bool,
         measures: bool,
     ) -> dict[str, Any]:
         s = self.settings
@@ -145,11 +160,11 @@ class Trainer:
             rollouts.log_probs_BS,
             pad=self.tokenizer.pad,
         )
-        if measures and not train_heads:  # a forward of its own, for the estimate alone
+        if measures and not self.arm.trains_heads:  # a forward of its own, for the estimate alone
             policy_logits(self.policy_model, batch, train_heads=True, isolated=True)
-        logits = policy_logits(self.policy_model, batch, train_heads, s.isolated)
+        logits = policy_logits(self.policy_model, batch, self.arm.trains_heads, s.isolated)
         result = policy_loss(
-            logits,
+            logits / s.temperature,
             batch.labels_BS,
             batch.loss_mask_BS,
             batch.old_log_probs_BS,
@@ -184,23 +199,17 @@ class Trainer:
         metrics = mtp_metrics(self.policy_model)
         if not metrics.supervised_tokens[0]:
             return {}
-        return dict(
+        estimate = dict(
             mtp_loss=metrics.losses,
             mtp_acceptance=metrics.acceptance,
             estimated_length=metrics.accepted_length,
         )
-
-    def _measure(self) -> dict[str, float | None]:
-        """Answer held-out problems with the engine's weights, heads drafting; the rollouts of
-        every measurement draw the same random numbers."""
-        prompts = [p.prompt for p in self.task.held_out(self.settings.measure_prompts)]
-        lengths = [
-            self._drafting.sample(
-                prompts, torch.Generator(device()).manual_seed(self.settings.seed), greedy
-            ).accepted_length
-            for greedy in (False, True)
-        ]
-        return dict(measured_length=lengths[0], measured_length_greedy=lengths[1])
+        if self.arm.objective.get("mtp_expected_acceptance"):
+            estimate |= dict(
+                mtp_expected_acceptance=metrics.expected_acceptance,
+                expected_length=metrics.expected_accepted_length,
+            )
+        return estimate
 
     def _sample(self, problems: list[Problem], step: int) -> Rollouts:
         self._engine.load_weights(self.policy_model)
@@ -233,10 +242,6 @@ class Trainer:
 def _means(scores: list[Score]) -> dict[str, float]:
     names = ("reward", "right", "spaced")
     return {name: sum(getattr(s, name) for s in scores) / len(scores) for name in names}
-
-
-def _checksum(values: Tensor) -> int:
-    return zlib.crc32(values.cpu().numpy().tobytes())
 
 
 def _relative_change(start: dict[str, Tensor], now: dict[str, torch.nn.Parameter]) -> float:

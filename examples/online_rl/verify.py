@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from examples.online_rl.arms import same_bits
 from examples.online_rl.record import StepRecord
 from examples.online_rl.trainer import Trainer
 
@@ -129,9 +130,5 @@ def compare(with_mtp: Snapshot, without_mtp: Snapshot, start: dict[str, Tensor])
 def _different(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
     if ours.keys() != theirs.keys():
         raise ValueError(f"only in one of the runs: {sorted(ours.keys() ^ theirs.keys())}")
-    return [name for name in ours if not _same_bits(ours[name], theirs[name])]
+    return [name for name in ours if not same_bits(ours[name], theirs[name])]
 
-
-def _same_bits(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether two tensors are equal byte for byte: -0.0 is not 0.0, a NaN is itself."""
-    return torch.equal(*(value.reshape(-1).view(torch.uint8) for value in (ours, theirs)))

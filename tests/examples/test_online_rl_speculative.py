@@ -226,7 +226,10 @@ def test_every_step_yields_one_to_depths_plus_one_tokens_and_nothing_follows_the
 
 def test_the_accepted_length_leaves_the_first_token_of_each_answer_out():
     mask = torch.tensor([[0, 1, 1, 1, 1, 1, 1], [0, 1, 0, 0, 0, 0, 0]], dtype=torch.bool)
-    steps = torch.tensor([2, 0])  # 5 tokens in 2 steps; the other answer is its first token
-    rollouts = SpeculativeRollouts(torch.zeros(2, 7).long(), mask, torch.zeros(2, 7), steps)
+    # 5 tokens in 2 steps; the other answer is its first token.
+    accepted = torch.tensor([[2, -1, -1, 1, -1, -1, -1], [-1] * 7])
+    rollouts = SpeculativeRollouts(torch.zeros(2, 7).long(), mask, torch.zeros(2, 7), accepted)
+    assert rollouts.steps_B.tolist() == [2, 0]
     assert rollouts.accepted_length == 2.5
-    assert dataclasses.replace(rollouts, steps_B=0 * steps).accepted_length is None
+    none = dataclasses.replace(rollouts, accepted_BS=torch.full_like(accepted, -1))
+    assert none.accepted_length is None
