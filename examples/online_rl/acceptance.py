@@ -7,11 +7,12 @@ policy's for the same token (its row t + k), both at the rollout's temperature; 
     overlap   α_k(t) = Σ_v min(p_k(v), q_k(v))         `expected_acceptance` of `mtp_metrics`
     kept      w_k(t) = min(1, q_k(x) / p_k(x)),        x = x_{t+k+1}, the text's own token
 
-and both are 0 where the text has no such token. A step that reads t draws v from q_1, accepts it
-with probability min(1, p_1(v) / q_1(v)) and otherwise draws from the rest max(0, p_1 − q_1). So v is
+and both are 0 where the text has no such token. A step that reads t draws a draft from q_1, accepts
+it with probability min(1, p_1 / q_1) and otherwise draws from max(0, p_1 − q_1), which sums to
+1 − α_1. So token v comes out
 
-    accepted with probability   q_1(v) min(1, p_1(v) / q_1(v)) = min(p_1(v), q_1(v)) = p_1(v) w_1(v)
-    drawn from the rest with    (1 − α_1) (p_1(v) − min(p_1, q_1)(v)) / (1 − α_1) = p_1(v) (1 − w_1(v)),
+    as a draft, with probability  q_1(v) min(1, p_1(v) / q_1(v)) = p_1(v) w_1(v),
+    in place of one, with  (1 − α_1) max(0, p_1 − q_1)(v) / (1 − α_1) = p_1(v) (1 − w_1(v)),
 
 together p_1(v), whatever the heads do. Hence
 
@@ -20,10 +21,10 @@ together p_1(v), whatever the heads do. Hence
    independently of all before it. The next head then reads that very token, so the argument
    repeats: the step accepts at least k drafts with probability Π_{j≤k} w_j(t).
 3. Steps are therefore a Markov chain on the positions of the text. It starts at the last position
-   before the first sampled token; from t it goes to t + a + 1, a = drafts accepted. With s(t) the
-   probability that a step reads t,
+   before the first sampled token; from t it goes to t + a + 1 when a drafts are accepted. With s(t)
+   the probability that a step reads t, w_{D+1} = 0 and u = t − a − 1,
 
-       s(t) = Σ_a s(t − a − 1) Π_{j≤a} w_j (1 − w_{a+1})   at t − a − 1, with w_{D+1} = 0,
+       s(t) = Σ_a s(u) Π_{j≤a} w_j(u) (1 − w_{a+1}(u)),
 
    and tokens / Σ_t s(t) is the accepted length.
 4. Draft k is put to the test where the drafts before it were accepted: with probability

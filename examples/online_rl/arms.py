@@ -3,7 +3,7 @@
 Nothing here reaches the policy: arms differ in their heads, and heads are isolated.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +30,27 @@ class Arm:
 
 
 ONLINE_ARM, FROZEN_ARM = Arm(ONLINE), Arm(FROZEN, trains_heads=False)
+
+OBJECTIVES: dict[str, dict[str, Any]] = {
+    "ce": {"mtp_objective": "ce"},
+    "kl": {"mtp_objective": "kl"},
+    "tv": {"mtp_objective": "tv"},
+    "ce+tv": {"mtp_objective": "ce+tv", "mtp_objective_weight": 1.0},
+    "chained-kl": {"mtp_objective": "kl", "mtp_depth_weighting": "chained"},
+    "chained-tv": {"mtp_objective": "tv", "mtp_depth_weighting": "chained"},
+}
+
+
+def objective_arms(names: Sequence[str], temperature: float) -> list[Arm]:
+    """Return the frozen arm, then one per objective, all of which measure Σ min(p, q).
+
+    Args:
+        names: keys of `OBJECTIVES`.
+        temperature: of the rollouts, hence of the policy as the heads' teacher.
+    """
+    common = {"mtp_expected_acceptance": True, "mtp_teacher_temperature": temperature}
+    trained = [Arm(name, objective={**OBJECTIVES[name], **common}) for name in names]
+    return [Arm(FROZEN, trains_heads=False, objective=common), *trained]
 
 
 class SharedRollouts:

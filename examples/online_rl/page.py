@@ -54,27 +54,41 @@ def write_page(
     if not summary["complete"]:
         parts.append("<p class=warning>The run was stopped early; this is what it left.</p>")
     for seed in summary["seeds"]:
-        parts.append(_table(table(seed)))
+        parts.append(html_table(table(seed)))
         *lines, verdict = (html.escape(line) for line in describe(seed))
         parts += [*(f"<p>{line}</p>" for line in lines), f"<p><strong>{verdict}</strong></p>"]
     for figure, (title, _) in zip(figures, FIGURES.values(), strict=True):
-        data = base64.b64encode(figure.read_bytes()).decode()
-        parts.append(f'<img alt="{html.escape(title)}" src="data:image/png;base64,{data}">')
+        parts.append(image(figure, title))
     parts += ["<h2>What the policy writes</h2>", _examples(records)]
-    settings = html.escape(json.dumps(summary["settings"], indent=2))
-    parts.append(f"<h2>Settings</h2><pre>{settings}</pre>")
-    parts.append(f"<p>{summary['seconds']:.0f} s in all.</p>")
+    write_document(path, "Online RL with MTP heads", [*parts, *closing(summary)])
+
+
+def write_document(path: Path, title: str, parts: list[str]) -> None:
+    """Write `parts`, HTML, as a page in the style of the reports."""
     body = "\n".join(parts)
     path.write_text(
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width">'
-        '<link rel="icon" href="data:,"><title>Online RL with MTP heads</title>'
+        f'<link rel="icon" href="data:,"><title>{html.escape(title)}</title>'
         f"<style>{_STYLE}</style></head>\n<body>\n{body}\n</body></html>\n",
         encoding="utf-8",
     )
 
 
-def _table(rows: list[tuple[str, ...]], kind: str = "figures") -> str:
+def closing(summary: dict[str, Any]) -> list[str]:
+    """Return how a report ends: "settings" and "seconds" of the run."""
+    settings = html.escape(json.dumps(summary["settings"], indent=2))
+    return [f"<h2>Settings</h2><pre>{settings}</pre>", f"<p>{summary['seconds']:.0f} s in all.</p>"]
+
+
+def image(png: Path, title: str) -> str:
+    """Return a picture that carries its data along."""
+    data = base64.b64encode(png.read_bytes()).decode()
+    return f'<img alt="{html.escape(title)}" src="data:image/png;base64,{data}">'
+
+
+def html_table(rows: list[tuple[str, ...]], kind: str = "figures") -> str:
+    """Return a table; the first row is its head."""
     head, *others = rows
     lines = ["".join(f"<th>{html.escape(cell)}</th>" for cell in head)]
     lines += ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in others]
@@ -86,4 +100,4 @@ def _examples(records: list[StepRecord]) -> str:
     stride = max(1, len(online) // 6)
     shown = online[:-1:stride] + online[-1:]
     rows = [("step", "first sample")] + [(str(r.step), r.example) for r in shown]
-    return _table(rows, "samples")
+    return html_table(rows, "samples")

@@ -1,6 +1,7 @@
 """The figures of a run: means over its first and last steps, and the gap between the arms."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from examples.online_rl.record import FROZEN, ONLINE, StepRecord
@@ -19,10 +20,12 @@ ROWS = {
 COLUMNS = ("first", ONLINE, FROZEN)
 
 
-def averages(records: list[StepRecord]) -> dict[str, float | None]:
-    """Return the mean of each field of `ROWS` over the records that have it, None if none has."""
+def averages(
+    records: list[StepRecord], names: Iterable[str] = ROWS
+) -> dict[str, float | None]:
+    """Return the mean of each field in `names` over the records that have it, None if none has."""
     means: dict[str, float | None] = {}
-    for name in ROWS:
+    for name in names:
         values = [v for record in records if (v := getattr(record, name)) is not None]
         means[name] = sum(values) / len(values) if values else None
     return means

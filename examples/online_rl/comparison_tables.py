@@ -1,0 +1,101 @@
+"""The tables of a comparison of objectives: rows of text, for the terminal and for the page."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from examples.online_rl.record import FROZEN
+
+Rows = list[tuple[str, ...]]
+QUANTITIES = {
+    "measured_length": "accepted length, sampling",
+    "measured_length_greedy": "accepted length, greedy",
+    "expected_length": "the trainer's chained Σ min(p, q)",
+}
+
+
+def length_table(summary: dict[str, Any], quantity: str) -> Rows:
+    """Return a head, then a row per arm: its value in every seed, their mean, and its mean lead
+    over the frozen heads and over those trained by "ce".
+
+    Args:
+        summary: of `comparison.run`.
+        quantity: a key of `QUANTITIES`.
+    """
+    seeds, arms = summary["seeds"], list(summary["arms"])
+    found = {arm: [seed["last"].get(arm, {}).get(quantity) for seed in seeds] for arm in arms}
+    head = (QUANTITIES[quantity], *(f"seed {seed['seed']}" for seed in seeds), "mean")
+    bases = [base for base in (FROZEN, "ce") if base in arms]
+    rows = [(*head, *(f"over {base}" for base in bases))]
+    for arm in arms:
+        leads = [_lead(found[arm], found[base]) if base != arm else "" for base in bases]
+        rows.append((arm, *map(_number, found[arm]), _number(_mean(found[arm])), *leads))
+    return rows
+
+
+def check_table(summary: dict[str, Any]) -> Rows:
+    """Return a head, then a row per seed and arm: sampled drafts of the final heads, measured and
+    as training on the same text expects them, ± the 99% interval of the difference."""
+    rows: Rows = []
+    for seed, arm, ways in _checks(summary):
+        if not rows:
+            names = [found["name"] for found in ways["sampling"]]
+            rows.append(("sampling, final heads", *(f"{n}: measured, expected" for n in names)))
+        cells = (
+            f"{found['measured']:.3f} ± {found['margin']:.3f}, {found['expected']:.3f}"
+            for found in ways["sampling"]
+        )
+        rows.append((f"seed {seed}, {arm}", *cells))
+    return rows
+
+
+def verdicts(summary: dict[str, Any]) -> list[str]:
+    """Return what was proved, a sentence each."""
+    lines = []
+    for seed in summary["seeds"]:
+        for arm, found in (seed["isolation"] or {}).items():
+            word = "PASSED" if found["passed"] else "FAILED"
+            lines.append(f"seed {seed['seed']}, {arm}: isolation {word}: {found['text']}")
+    ways = [found for _, _, found in _checks(summary)]
+    for way, word in (("sampling", "inside their 99% interval"), ("greedy", "equal")):
+        checks = [one for found in ways for one in found[way]]
+        if checks:
+            agree = sum(one["agrees"] for one in checks)
+            lines.append(f"expected and measured, {way}: {agree} of {len(checks)} {word}")
+    return lines
+
+
+def text_report(summary: dict[str, Any]) -> list[str]:
+    """Return the lines for the terminal."""
+    lines = [] if summary["complete"] else ["stopped early; this is what there is"]
+    tables = [length_table(summary, quantity) for quantity in QUANTITIES]
+    for rows in [*tables, check_table(summary)] if summary["seeds"] else []:
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines.append("")
+        for name, *cells in rows:
+            padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:]))
+            lines.append("  ".join([name.ljust(widths[0]), *padded]))
+    return [*lines, "", *verdicts(summary)]
+
+
+def _checks(summary: dict[str, Any]) -> Iterator[tuple[int, str, dict[str, list[dict]]]]:
+    for seed in summary["seeds"]:
+        for arm, ways in (seed["checks"] or {}).items():
+            yield seed["seed"], arm, ways
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def _lead(ours: list[float | None], theirs: list[float | None]) -> str:
+    """The mean difference and, of several seeds, the smallest and the largest."""
+    gaps = [a - b for a, b in zip(ours, theirs) if a is not None and b is not None]
+    if not gaps:
+        return ""
+    spread = f" ({min(gaps):+.3f} … {max(gaps):+.3f})" if len(gaps) > 1 else ""
+    return f"{_mean(gaps):+.3f}{spread}"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
