@@ -18,8 +18,9 @@ together p_1(v), whatever the heads do. Hence
 
 1. Summed over v: the first draft is accepted with probability α_1.
 2. By Bayes' rule: *given the text*, the token at t + 2 was an accepted draft with probability w_1,
-   independently of all before it. The next head then reads that very token, so the argument
-   repeats: the step accepts at least k drafts with probability Π_{j≤k} w_j(t).
+   whatever came before it; what comes behind it does not depend on how it came. The next head then
+   reads that very token, so the argument repeats: the step accepts at least k drafts with
+   probability Π_{j≤k} w_j(t).
 3. Steps are therefore a Markov chain on the positions of the text. It starts at the last position
    before the first sampled token; from t it goes to t + a + 1 when a drafts are accepted. With s(t)
    the probability that a step reads t, w_{D+1} = 0 and u = t − a − 1,
@@ -49,7 +50,7 @@ from examples.online_rl.rollout import Rollouts, probabilities
 from examples.online_rl.speculative import SpeculativeRollouts
 from megatron.core.models.gpt import GPTModel
 
-CONFIDENCE, _NORMAL_QUANTILE = 0.99, 2.5758293035489004  # two-sided
+_QUANTILE_99 = 2.5758293035489004  # of the normal distribution, two-sided
 
 
 @dataclass(frozen=True)
@@ -183,5 +184,5 @@ def _compare(name: str, above_B: Tensor, below_B: Tensor, *expected: Tensor) -> 
         ratios.append(float(ratio))
         parts.append((top_B - ratio * bottom_B) / bottom_B.sum())
     difference_B = parts[0] - parts[1]
-    margin = _NORMAL_QUANTILE * float(difference_B.square().sum().sqrt())
+    margin = _QUANTILE_99 * float(difference_B.square().sum().sqrt())
     return Check(name, *ratios, margin)
