@@ -128,7 +128,8 @@ def summarise(
     """Return the figures of every seed that took a step.
 
     "first" are means over the first tenth of the frozen arm's steps, "last" over the last tenth of
-    each arm's; "isolation" and "checks" are None for a seed that did not get to its end.
+    each arm's, with the accepted lengths of its final heads. "isolation" and "checks" are None for
+    a seed that did not get to its end.
     """
     found = []
     for seed in sorted({record.seed for record in records}):
@@ -136,12 +137,16 @@ def summarise(
         steps = {name: own for name, own in steps.items() if own}
         window = max(1, len(steps[FROZEN]) // 10)
         outcome = outcomes.get(seed)
+        last = {name: averages(own[-window:], MEANS) for name, own in steps.items()}
+        for name, ways in outcome.checks.items() if outcome else ():
+            last[name]["final_length"] = ways["sampling"][0].measured
+            last[name]["final_length_greedy"] = ways["greedy"][0].measured
         found.append(
             {
                 "seed": seed,
                 "window": window,
                 "first": averages(steps[FROZEN][:window], MEANS),
-                "last": {name: averages(own[-window:], MEANS) for name, own in steps.items()},
+                "last": last,
                 "rollouts_sampled": outcome and outcome.sampled,
                 "isolation": outcome
                 and {

@@ -27,7 +27,7 @@ so the judge, speculative decoding of held-out problems with the heads of that s
 alone. Faint lines are single measurements, strong ones means over the {smooth} steps before.</p>
 """
 _EXPECTED = """
-<p>Below, the final heads answer {count} problems each. <em>Expected</em> comes from one training
+<p>The final heads again. <em>Expected</em> comes from one training
 forward on the very text: the overlaps Σ min(p, q), and min(1, q/p) of the text's own tokens, which
 is the probability that rejection sampling took them from a draft. ± is what chance may put between
 both in 99 cases of 100. The panel above is the simpler figure of the training forward, chained
@@ -66,11 +66,15 @@ def section(summary: dict[str, Any], figure: Path) -> list[str]:
         parts.append("<p class=warning>The run was stopped early; this is what it left.</p>")
     parts.append(image(figure, _TITLE))
     window = summary["seeds"][0]["window"]
-    parts.append(f"<p>Means over the last {window} steps; in brackets the seeds' extremes.</p>")
-    parts += [html_table(length_table(summary, quantity)) for quantity in QUANTITIES]
+    parts.append(
+        f"<p><em>Final heads</em>: {summary['settings']['check_prompts']} held-out problems each. "
+        f"<em>Last steps</em>: means over {window} of them. In brackets the seeds' extremes.</p>"
+    )
+    tables = (length_table(summary, quantity) for quantity in QUANTITIES)
+    parts += [html_table(rows) for rows in tables if rows]
     if checks := check_table(summary):
         parts.append("<h2>What the trainer expects, and what was measured</h2>")
-        parts.append(_EXPECTED.format(count=summary["settings"]["check_prompts"]))
+        parts.append(_EXPECTED)
         parts.append(html_table(checks))
     lines = [f"<li>{html.escape(line)}</li>" for line in verdicts(summary)]
     return [*parts, "<ul>", *lines, "</ul>"]

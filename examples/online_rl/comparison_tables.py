@@ -7,15 +7,17 @@ from examples.online_rl.record import FROZEN
 
 Rows = list[tuple[str, ...]]
 QUANTITIES = {
-    "measured_length": "accepted length, sampling",
-    "measured_length_greedy": "accepted length, greedy",
-    "expected_length": "the trainer's chained Σ min(p, q)",
+    "final_length": "final heads, sampling",
+    "final_length_greedy": "final heads, greedy",
+    "measured_length": "last steps, sampling",
+    "measured_length_greedy": "last steps, greedy",
+    "expected_length": "last steps, trainer's Σ min(p, q)",
 }
 
 
 def length_table(summary: dict[str, Any], quantity: str) -> Rows:
     """Return a head, then a row per arm: its value in every seed, their mean, and its mean lead
-    over the frozen heads and over those trained by "ce".
+    over the frozen heads and over those trained by "ce"; [] if no arm has a value.
 
     Args:
         summary: of `comparison.run`.
@@ -23,6 +25,8 @@ def length_table(summary: dict[str, Any], quantity: str) -> Rows:
     """
     seeds, arms = summary["seeds"], list(summary["arms"])
     found = {arm: [seed["last"].get(arm, {}).get(quantity) for seed in seeds] for arm in arms}
+    if not any(value is not None for values in found.values() for value in values):
+        return []
     head = (QUANTITIES[quantity], *(f"seed {seed['seed']}" for seed in seeds), "mean")
     bases = [base for base in (FROZEN, "ce") if base in arms]
     rows = [(*head, *(f"over {base}" for base in bases))]
@@ -52,9 +56,12 @@ def verdicts(summary: dict[str, Any]) -> list[str]:
     """Return what was proved, a sentence each."""
     lines = []
     for seed in summary["seeds"]:
+        arms: dict[tuple[bool, str], list[str]] = {}  # by what was found
         for arm, found in (seed["isolation"] or {}).items():
-            word = "PASSED" if found["passed"] else "FAILED"
-            lines.append(f"seed {seed['seed']}, {arm}: isolation {word}: {found['text']}")
+            arms.setdefault((found["passed"], found["text"]), []).append(arm)
+        for (passed, text), names in arms.items():
+            word = "PASSED" if passed else "FAILED"
+            lines.append(f"seed {seed['seed']}, {', '.join(names)}: isolation {word}: {text}")
     ways = [found for _, _, found in _checks(summary)]
     for way, word in (("sampling", "inside their 99% interval"), ("greedy", "equal")):
         checks = [one for found in ways for one in found[way]]
@@ -68,7 +75,7 @@ def text_report(summary: dict[str, Any]) -> list[str]:
     """Return the lines for the terminal."""
     lines = [] if summary["complete"] else ["stopped early; this is what there is"]
     tables = [length_table(summary, quantity) for quantity in QUANTITIES]
-    for rows in [*tables, check_table(summary)] if summary["seeds"] else []:
+    for rows in filter(None, [*tables, check_table(summary)]):
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines.append("")
         for name, *cells in rows:

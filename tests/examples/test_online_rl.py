@@ -209,6 +209,8 @@ def test_two_ranks_that_share_every_sequence_learn_what_one_rank_learns(tiny, tm
         (["--warm-steps", "-1"], "warm_steps must be at least 1, got -1"),
         (["--samples", "1"], "samples must be at least 2"),
         (["--seed", "-3"], "seed must not be negative"),
+        (["--temperature", "0"], "temperature must be above 0 and finite, got 0.0"),
+        (["--temperature", "nan"], "temperature must be above 0 and finite, got nan"),
         (["--seeds", "0"], "--seeds must be at least 1, got 0"),
         (["--context-parallel-size", "2"], "there are 1 ranks; start with `torchrun"),
         (["--output", __file__], "is a file"),
