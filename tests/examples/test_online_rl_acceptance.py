@@ -26,7 +26,15 @@ from megatron.core.transformer.mtp_objective.metrics import mtp_metrics
 from tests.support import device
 
 TEMPERATURE, WRONG = 0.7, 1.0
-PATH = Arm("path", objective={"mtp_loss_mask_mode": "path"})  # a target needs a sampled token at 0
+# A target counts where the position's own token was sampled, as steps start only there.
+PATH = Arm(
+    "path",
+    objective={
+        "mtp_loss_mask_mode": "path",
+        "mtp_expected_acceptance": True,
+        "mtp_teacher_temperature": TEMPERATURE,
+    },
+)
 ROWS = 1500
 
 
@@ -152,6 +160,23 @@ def test_that_comparison_sees_other_heads():
                     parameter.mul_(1.5)
         scores = score(trainer._engine.model, text, TEMPERATURE, greedy=True)
     assert not all(one.agrees for one in check(text, scores))
+
+
+def test_overlaps_are_the_trainers_expected_acceptance():
+    with warm_trainer() as (trainer, groups):
+        text = answers(trainer, 200)
+        scores = score(trainer._engine.model, text, TEMPERATURE)
+        cold = score(trainer._engine.model, text, WRONG)
+        found = metrics_of(trainer, groups, text)
+    for depth, target_BS in enumerate(scores.target_DBS):
+        overlap = float(scores.overlap_DBS[depth][target_BS].mean())
+        assert found.expected_acceptance[depth] == pytest.approx(overlap, rel=1e-5)
+        other = float(cold.overlap_DBS[depth][target_BS].mean())
+        assert other != pytest.approx(overlap, rel=1e-2)
+    whole_BS = scores.target_DBS.all(dim=0)
+    lengths_BS = 1.0 + scores.overlap_DBS.cumprod(dim=0).sum(dim=0)
+    length = float(lengths_BS[whole_BS].mean())
+    assert found.expected_accepted_length == pytest.approx(length, rel=1e-5)
 
 
 def test_overlaps_and_kept_tokens_are_those_of_the_distributions():
