@@ -13,11 +13,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from examples.online_rl.acceptance import Check
 from examples.online_rl.arms import Arm, SharedRollouts
 from examples.online_rl.comparison_page import PAGE, draw_comparison, write_comparison
 from examples.online_rl.comparison_tables import text_report
 from examples.online_rl.journal import Journal
+from examples.online_rl.judge import Checks, plain
 from examples.online_rl.record import FROZEN, StepRecord
 from examples.online_rl.run import in_turn
 from examples.online_rl.settings import Settings
@@ -36,13 +36,12 @@ class Outcome:
 
     Attributes:
         isolation: comparison of each trained arm's policy with the frozen arm's.
-        checks: what drafts of the final heads were accepted, and what training expected; then by
-            "sampling" and "greedy".
+        checks: what drafts of the final heads were accepted, and what training expected.
         sampled: how often an arm sampled; the number of steps if all rollouts were shared.
     """
 
     isolation: dict[str, IsolationReport]
-    checks: dict[str, dict[str, list[Check]]]
+    checks: dict[str, Checks]
     sampled: int
 
 
@@ -153,20 +152,10 @@ def summarise(
                     name: {**asdict(report), "passed": report.passed, "text": report.describe()}
                     for name, report in outcome.isolation.items()
                 },
-                "checks": outcome and _plain(outcome.checks),
+                "checks": outcome and plain(outcome.checks),
             }
         )
     return found
-
-
-def _plain(checks: dict[str, dict[str, list[Check]]]) -> dict[str, dict[str, list[dict]]]:
-    return {
-        arm: {
-            way: [{**asdict(one), "agrees": one.agrees} for one in found]
-            for way, found in ways.items()
-        }
-        for arm, ways in checks.items()
-    }
 
 
 def _report(folder: Path, summary: dict[str, Any], records: list[StepRecord]) -> None:

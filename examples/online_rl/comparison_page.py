@@ -4,7 +4,8 @@ import html
 from pathlib import Path
 from typing import Any
 
-from examples.online_rl.comparison_tables import QUANTITIES, check_table, length_table, verdicts
+from examples.online_rl.check_tables import EXPLANATION, check_table
+from examples.online_rl.comparison_tables import QUANTITIES, length_table, verdicts
 from examples.online_rl.page import closing, html_table, image, write_document
 from examples.online_rl.plots import Look, Panel, draw_figure
 from examples.online_rl.record import FROZEN, StepRecord
@@ -26,13 +27,10 @@ The heads are isolated: policy, sampled tokens and rewards are those of the froz
 so the judge, speculative decoding of held-out problems with the heads of that step, sees the heads
 alone. Faint lines are single measurements, strong ones means over the {smooth} steps before.</p>
 """
-_EXPECTED = """
-<p>The final heads again. <em>Expected</em> comes from one training
-forward on the very text: the overlaps Σ min(p, q), and min(1, q/p) of the text's own tokens, which
-is the probability that rejection sampling took them from a draft. ± is what chance may put between
-both in 99 cases of 100. The panel above is the simpler figure of the training forward, chained
-overlaps on the sampled tokens, over positions with targets at every depth: it leaves the ends of
-answers out, so it lies higher.</p>
+_SIMPLER = """
+<p>The panel above, and the last table, are the simpler figure of the training forward: chained
+overlaps on the sampled tokens, over positions with targets at every depth. They leave the ends of
+answers out, so they lie higher.</p>
 """
 
 
@@ -74,7 +72,7 @@ def section(summary: dict[str, Any], figure: Path) -> list[str]:
     parts += [html_table(rows) for rows in tables if rows]
     if checks := check_table(summary):
         parts.append("<h2>What the trainer expects, and what was measured</h2>")
-        parts.append(_EXPECTED)
+        parts.append(EXPLANATION.format(count=summary["settings"]["check_prompts"]) + _SIMPLER)
         parts.append(html_table(checks))
     lines = [f"<li>{html.escape(line)}</li>" for line in verdicts(summary)]
     return [*parts, "<ul>", *lines, "</ul>"]

@@ -1,11 +1,10 @@
 """The tables of a comparison of objectives: rows of text, for the terminal and for the page."""
 
-from collections.abc import Iterator
 from typing import Any
 
+from examples.online_rl.check_tables import Rows, check_lines, check_table
 from examples.online_rl.record import FROZEN
 
-Rows = list[tuple[str, ...]]
 QUANTITIES = {
     "final_length": "final heads, sampling",
     "final_length_greedy": "final heads, greedy",
@@ -36,22 +35,6 @@ def length_table(summary: dict[str, Any], quantity: str) -> Rows:
     return rows
 
 
-def check_table(summary: dict[str, Any]) -> Rows:
-    """Return a head, then a row per seed and arm: sampled drafts of the final heads, measured and
-    as training on the same text expects them, ± the 99% interval of the difference."""
-    rows: Rows = []
-    for seed, arm, ways in _checks(summary):
-        if not rows:
-            names = [found["name"] for found in ways["sampling"]]
-            rows.append(("sampling, final heads", *(f"{n}: measured, expected" for n in names)))
-        cells = (
-            f"{found['measured']:.3f} ± {found['margin']:.3f}, {found['expected']:.3f}"
-            for found in ways["sampling"]
-        )
-        rows.append((f"seed {seed}, {arm}", *cells))
-    return rows
-
-
 def verdicts(summary: dict[str, Any]) -> list[str]:
     """Return what was proved, a sentence each."""
     lines = []
@@ -62,13 +45,7 @@ def verdicts(summary: dict[str, Any]) -> list[str]:
         for (passed, text), names in arms.items():
             word = "PASSED" if passed else "FAILED"
             lines.append(f"seed {seed['seed']}, {', '.join(names)}: isolation {word}: {text}")
-    ways = [found for _, _, found in _checks(summary)]
-    for way, word in (("sampling", "inside their 99% interval"), ("greedy", "equal")):
-        checks = [one for found in ways for one in found[way]]
-        if checks:
-            agree = sum(one["agrees"] for one in checks)
-            lines.append(f"expected and measured, {way}: {agree} of {len(checks)} {word}")
-    return lines
+    return [*lines, *check_lines(summary)]
 
 
 def text_report(summary: dict[str, Any]) -> list[str]:
@@ -82,12 +59,6 @@ def text_report(summary: dict[str, Any]) -> list[str]:
             padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:]))
             lines.append("  ".join([name.ljust(widths[0]), *padded]))
     return [*lines, "", *verdicts(summary)]
-
-
-def _checks(summary: dict[str, Any]) -> Iterator[tuple[int, str, dict[str, list[dict]]]]:
-    for seed in summary["seeds"]:
-        for arm, ways in (seed["checks"] or {}).items():
-            yield seed["seed"], arm, ways
 
 
 def _mean(values: list[float | None]) -> float | None:

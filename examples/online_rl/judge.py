@@ -1,5 +1,8 @@
 """The judge: held-out problems answered with the heads drafting, and counted."""
 
+from dataclasses import asdict
+from typing import Any
+
 import torch
 
 from examples.online_rl.acceptance import Check, check, score
@@ -9,6 +12,8 @@ from examples.online_rl.speculative import SpeculativeDecoder, SpeculativeRollou
 from examples.online_rl.task import ChainSumTask
 from megatron.core.models.gpt import GPTModel
 from tests.support import device
+
+Checks = dict[str, list[Check]]  # by "sampling" and "greedy"
 
 
 class Judge:
@@ -40,7 +45,7 @@ class Judge:
             measured_length_greedy=self._answer(count, greedy=True).accepted_length,
         )
 
-    def check(self, policy: GPTModel, count: int) -> dict[str, list[Check]]:
+    def check(self, policy: GPTModel, count: int) -> Checks:
         """Compare what the decoder accepts on `count` problems with what training expects."""
         self._engine.load_weights(policy)
         checks = {}
@@ -54,3 +59,14 @@ class Judge:
         prompts = [problem.prompt for problem in self._task.held_out(count)]
         generator = torch.Generator(device()).manual_seed(self._settings.seed)
         return self._drafting.sample(prompts, generator, greedy)
+
+
+def plain(checks: dict[str, Checks]) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Return the checks of several arms as JSON has them, with their verdicts."""
+    return {
+        arm: {
+            way: [{**asdict(one), "agrees": one.agrees} for one in found]
+            for way, found in ways.items()
+        }
+        for arm, ways in checks.items()
+    }

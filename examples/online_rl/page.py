@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from examples.online_rl.check_tables import EXPLANATION, check_lines, check_table
 from examples.online_rl.plots import FIGURES
 from examples.online_rl.record import ONLINE, StepRecord
 from examples.online_rl.summary import describe, table
@@ -59,6 +60,11 @@ def write_page(
         parts += [*(f"<p>{line}</p>" for line in lines), f"<p><strong>{verdict}</strong></p>"]
     for figure, (title, _) in zip(figures, FIGURES.values(), strict=True):
         parts.append(image(figure, title))
+    if checks := check_table(summary):
+        parts.append("<h2>What the trainer expects of drafts, and what was measured</h2>")
+        parts.append(EXPLANATION.format(count=summary["settings"]["check_prompts"]))
+        parts.append(html_table(checks))
+        parts += [f"<p>{html.escape(line)}</p>" for line in check_lines(summary)]
     parts += ["<h2>What the policy writes</h2>", _examples(records)]
     write_document(path, "Online RL with MTP heads", [*parts, *closing(summary)])
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from examples.online_rl.arms import FROZEN_ARM, ONLINE_ARM
+from examples.online_rl.check_tables import check_lines
 from examples.online_rl.journal import Journal
+from examples.online_rl.judge import Checks
 from examples.online_rl.page import write_page
 from examples.online_rl.plots import draw
 from examples.online_rl.record import FROZEN, ONLINE, StepRecord
@@ -19,6 +21,7 @@ from examples.online_rl.verify import IsolationReport, Snapshot, compare
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 PAGE, SUMMARY = "report.html", "summary.json"
+CHECK_PROMPTS = 512  # held-out problems answered by the final heads of each arm
 
 
 def run(settings: Settings, seeds: int, folder: Path, groups: ProcessGroupCollection) -> bool:
@@ -38,22 +41,23 @@ def run(settings: Settings, seeds: int, folder: Path, groups: ProcessGroupCollec
     for name in (PAGE, SUMMARY) if writes else ():  # of an earlier run
         (folder / name).unlink(missing_ok=True)
     journal = Journal(folder, writes)
-    isolation: dict[int, IsolationReport] = {}
+    outcomes: dict[int, tuple[IsolationReport, dict[str, Checks]]] = {}
     try:
         for seed in range(settings.seed, settings.seed + seeds):
-            isolation[seed] = _run_seed(replace(settings, seed=seed), journal, groups)
+            outcomes[seed] = _run_seed(replace(settings, seed=seed), journal, groups)
     finally:
         journal.close()
         if writes:
             seconds = time.perf_counter() - began
-            _report(folder, settings, journal.records, isolation, len(isolation) == seeds, seconds)
-    return all(found.passed for found in isolation.values())
+            _report(folder, settings, journal.records, outcomes, len(outcomes) == seeds, seconds)
+    return all(isolation.passed for isolation, _ in outcomes.values())
 
 
 def _run_seed(
     settings: Settings, journal: Journal, groups: ProcessGroupCollection
-) -> IsolationReport:
-    """Warm start, then two runs from there that take turns; return their comparison."""
+) -> tuple[IsolationReport, dict[str, Checks]]:
+    """Warm start, then two runs from there that take turns; return their comparison, and what
+    training expects of their drafts."""
     online, frozen = (Trainer(settings, groups, arm) for arm in (ONLINE_ARM, FROZEN_ARM))
     title, steps = f"seed {settings.seed}: ", settings.steps
     journal.watch(online.warm_start(), settings.warm_steps, title + "warm start")
@@ -68,7 +72,11 @@ def _run_seed(
         Snapshot.of(trainer, [record for record in records if record.phase == arm])
         for trainer, arm in ((online, ONLINE), (frozen, FROZEN))
     ]
-    return compare(*snapshots, start)
+    checks = {
+        trainer.arm.name: trainer.judge.check(trainer.policy_model, CHECK_PROMPTS)
+        for trainer in (online, frozen)
+    }
+    return compare(*snapshots, start), checks
 
 
 def in_turn(arms: dict[str, Iterator[StepRecord]]) -> Iterator[StepRecord]:
@@ -81,7 +89,7 @@ def _report(
     folder: Path,
     settings: Settings,
     records: list[StepRecord],
-    isolation: dict[int, IsolationReport],
+    outcomes: dict[int, tuple[IsolationReport, dict[str, Checks]]],
     complete: bool,
     seconds: float,
 ) -> None:
@@ -90,9 +98,9 @@ def _report(
     summary: dict[str, Any] = {
         "complete": complete,
         "seconds": seconds,
-        "settings": asdict(settings),
+        "settings": {**asdict(settings), "check_prompts": CHECK_PROMPTS},
         "seeds": [
-            summarise([r for r in reinforced if r.seed == seed], isolation.get(seed))
+            summarise([r for r in reinforced if r.seed == seed], *outcomes.get(seed, (None,)))
             for seed in seeds
         ],
     }
@@ -104,6 +112,7 @@ def _report(
         for name, *values in table(seed):
             print(f"{name:<32}" + "".join(f"{value:>14}" for value in values))
         print("\n".join(describe(seed)))
+    print("\n".join(check_lines(summary)))
     if reinforced:
         print(f"report: {(folder / PAGE).resolve()} and the files beside it")
     print(f"{seconds:.0f} s")

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from examples.online_rl.judge import Checks, plain
 from examples.online_rl.record import FROZEN, ONLINE, StepRecord
 from examples.online_rl.verify import IsolationReport
 
@@ -31,12 +32,17 @@ def averages(
     return means
 
 
-def summarise(records: list[StepRecord], isolation: IsolationReport | None) -> dict[str, Any]:
+def summarise(
+    records: list[StepRecord],
+    isolation: IsolationReport | None,
+    checks: dict[str, Checks] | None = None,
+) -> dict[str, Any]:
     """Return the figures of one seed; its arms may have stopped before their last step.
 
     Args:
         records: of one seed.
         isolation: the comparison of its arms, None if the run did not get there.
+        checks: by arm, what training expected of the final heads' drafts; None likewise.
     """
     online = [record for record in records if record.phase == ONLINE]
     frozen = [record for record in records if record.phase == FROZEN]
@@ -52,6 +58,7 @@ def summarise(records: list[StepRecord], isolation: IsolationReport | None) -> d
         "policy_change": online[-1].policy_change if online else None,
         "isolation": None,
         "isolation_text": "not reached",
+        "checks": checks and plain(checks),
     }
     lengths = [summary[arm]["measured_length"] for arm in (ONLINE, FROZEN)]
     if None not in lengths:

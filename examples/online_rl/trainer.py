@@ -58,10 +58,9 @@ class Trainer:
         )
         self.policy_model = build_model(shape, groups, settings.seed, arm.objective)
         self.policy, self.heads = split_parameters(self.policy_model)
-        temperature = settings.temperature
-        self._engine = RolloutEngine(shape, self.tokenizer, groups, temperature)
+        self._engine = RolloutEngine(shape, self.tokenizer, groups, settings.temperature)
         self._drafting = SpeculativeDecoder(
-            self._engine.model, self.tokenizer, shape.max_length, temperature
+            self._engine.model, self.tokenizer, shape.max_length, settings.temperature
         )
         self.judge = Judge(self._engine, self._drafting, self.task, settings)
         self._cp_group = groups.cp

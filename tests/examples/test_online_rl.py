@@ -151,6 +151,19 @@ def test_both_arms_have_the_same_policy_tokens_and_rewards_and_other_heads(tiny)
     assert result.stdout.count("isolation PASSED") == 2
 
 
+def test_what_training_expects_of_drafts_stands_beside_what_was_measured(tiny):
+    result, folder = tiny
+    for seed in json.loads((folder / "summary.json").read_text())["seeds"]:
+        assert list(seed["checks"]) == list(ARMS)
+        for ways in seed["checks"].values():
+            assert [len(ways[way]) for way in ("sampling", "greedy")] == [1 + SIZE.mtp_depths] * 2
+            assert all(one["measured"] == one["expected"] for one in ways["greedy"])
+            for one in ways["sampling"]:  # 99%; that all lie inside is for the test of the parts
+                assert abs(one["measured"] - one["expected"]) < 2 * one["margin"] < 0.3
+    assert "expected and measured, greedy: 12 of 12 equal" in result.stdout
+    assert "<td>seed 2, frozen</td>" in (folder / "report.html").read_text()
+
+
 def test_without_isolation_the_comparison_fails_and_the_status_is_1(tmp_path):
     result = run(tmp_path, "--no-isolation", "--steps", "1")
     assert result.returncode == 1, result.stderr

@@ -7,8 +7,10 @@ Runs on a machine without a GPU.
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -29,15 +31,16 @@ SIZE = PRESETS["tiny"]
 TRAINED = ["ce", "kl", "chained-tv"]
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
-    """Run the comparison at the smallest size in a process of its own."""
+def command(folder: Path, *arguments: str) -> list[str]:
+    """The command line of a comparison at the smallest size."""
     program = [sys.executable, "-m", "examples.online_rl.objectives", "--size", "tiny"]
+    return [*program, *arguments, "--check-prompts", "40", "--output", str(folder)]
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
+    """Run the comparison in a process of its own."""
     return subprocess.run(
-        [*program, *arguments, "--check-prompts", "40", "--output", str(folder)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
+        command(folder, *arguments), cwd=ROOT, capture_output=True, text=True, timeout=300
     )
 
 
@@ -114,6 +117,31 @@ def test_without_isolation_the_arms_sample_for_themselves_and_the_status_is_1(tm
     [seed] = json.loads((tmp_path / "summary.json").read_text())["seeds"]
     assert not seed["isolation"]["ce"]["passed"]
     assert seed["rollouts_sampled"] == 3  # together in the first step, apart in the second
+
+
+def test_an_interrupted_run_leaves_what_it_has(tmp_path):
+    (tmp_path / "summary.json").write_text("of an earlier run")
+    process = subprocess.Popen(
+        command(tmp_path, "--steps", "100000", "--arms", "ce"),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    written, deadline = tmp_path / "metrics.jsonl", time.monotonic() + 240
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            if written.exists() and '"ce"' in written.read_text():
+                break
+            time.sleep(0.2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=120) == 143
+    finally:
+        process.kill()
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    [seed] = summary["seeds"]
+    assert not summary["complete"] and seed["checks"] is None and seed["isolation"] is None
+    assert "stopped early" in (tmp_path / "report.html").read_text()
+    assert (tmp_path / "objectives.png").exists()
 
 
 # --- parts ---
