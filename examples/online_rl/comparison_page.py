@@ -12,11 +12,13 @@ from examples.online_rl.record import FROZEN, StepRecord
 
 PAGE, FIGURE = "report.html", "objectives"
 _SMOOTH = 25  # objectives lie closer together than online and frozen heads do
+_COLOURS = {"ce": "C0", "kl": "C1", "tv": "C2", "ce+tv": "C4"}
 _TITLE = "Accepted length by what the heads are trained for, on one policy"
 _PANELS = [
     Panel("measured, sampling", lambda r: r.measured_length),
     Panel("measured, greedy", lambda r: r.measured_length_greedy),
-    Panel("expected by the trainer", lambda r: r.expected_length),
+    # Where the others were measured: the frozen heads have it only there.
+    Panel("expected by the trainer", lambda r: r.measured_length and r.expected_length),
 ]
 _INTRODUCTION = """
 <p>One RL run per seed and arm, all from one warm start: heads <em>frozen</em>, or trained on the
@@ -28,21 +30,27 @@ so the judge, speculative decoding of held-out problems with the heads of that s
 alone. Faint lines are single measurements, strong ones means over the {smooth} steps before.</p>
 """
 _SIMPLER = """
-<p>The panel above, and the last table, are the simpler figure of the training forward: chained
-overlaps on the sampled tokens, over positions with targets at every depth. They leave the ends of
-answers out, so they lie higher.</p>
+<p>The last panel and the last two tables above are the simpler figures of the training forward on
+the sampled tokens, over positions with targets at every depth: chained overlaps and, for engines
+that draft greedily and verify by sampling, chained hits of the most likely token. They leave the
+ends of answers out, so they lie higher.</p>
 """
 
 
 def draw_comparison(records: list[StepRecord], arms: list[str], folder: Path) -> Path:
     """Draw the figure as PNG and SVG; return the PNG."""
     trained = [arm for arm in arms if arm != FROZEN]
-    looks = {arm: Look(arm, f"C{index}", "-") for index, arm in enumerate(trained)}
-    looks[FROZEN] = Look(FROZEN, "0.4", "--")
+    looks = {arm: _look(arm) for arm in trained} | {FROZEN: Look(FROZEN, "0.4", ":")}
     paths = [folder / f"{FIGURE}.png", folder / f"{FIGURE}.svg"]
     panels = [panel for panel in _PANELS if any(panel.read(r) is not None for r in records)]
     draw_figure(_TITLE, panels, looks, records, paths, _SMOOTH)
     return paths[0]
+
+
+def _look(arm: str) -> Look:
+    """An objective has a colour; dashes say that its depths are chained."""
+    objective = arm.removeprefix("chained-")
+    return Look(arm, _COLOURS[objective], "-" if arm == objective else "--")
 
 
 def write_comparison(path: Path, summary: dict[str, Any], figure: Path) -> None:

@@ -10,7 +10,8 @@ QUANTITIES = {
     "final_length_greedy": "final heads, greedy",
     "measured_length": "last steps, sampling",
     "measured_length_greedy": "last steps, greedy",
-    "expected_length": "last steps, trainer's Σ min(p, q)",
+    "estimated_length": "last steps, expected, greedy drafts",
+    "expected_length": "last steps, expected, sampled drafts",
 }
 
 

@@ -118,8 +118,10 @@ def draw_figure(
         row[0].set_ylim(panel.bottom, panel.top)  # of the whole row; ends the automatic scale
     for seed, top, bottom in zip(seeds, axes[0], axes[-1]):
         top.set_title(f"seed {seed}")
-        top.legend()
         bottom.set_xlabel("GRPO step")
+    curves, names = axes[0][0].get_legend_handles_labels()
+    if curves:
+        figure.legend(curves, names, loc="outside lower center", ncols=len(names))
     for path in paths:
         metadata = {"Date": None} if path.suffix == ".svg" else None
         figure.savefig(path, dpi=110, metadata=metadata)
