@@ -33,7 +33,7 @@ _SIMPLER = """
 <p>The last panel and the last two tables above are the simpler figures of the training forward on
 the sampled tokens, over positions with targets at every depth: chained overlaps and, for engines
 that draft greedily and verify by sampling, chained hits of the most likely token. They leave the
-ends of answers out, so they lie higher.</p>
+ends of answers out, where drafts are lost: chained overlaps lie above what was measured.</p>
 """
 
 
@@ -74,7 +74,8 @@ def section(summary: dict[str, Any], figure: Path) -> list[str]:
     window = summary["seeds"][0]["window"]
     parts.append(
         f"<p><em>Final heads</em>: {summary['settings']['check_prompts']} held-out problems each. "
-        f"<em>Last steps</em>: means over {window} of them. In brackets the seeds' extremes.</p>"
+        f"<em>Last steps</em>, and <em>expected</em> by the trainer: means over the last {window}. "
+        "In brackets the seeds' extremes.</p>"
     )
     tables = (length_table(summary, quantity) for quantity in QUANTITIES)
     parts += [html_table(rows) for rows in tables if rows]

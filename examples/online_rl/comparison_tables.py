@@ -10,8 +10,8 @@ QUANTITIES = {
     "final_length_greedy": "final heads, greedy",
     "measured_length": "last steps, sampling",
     "measured_length_greedy": "last steps, greedy",
-    "estimated_length": "last steps, expected, greedy drafts",
-    "expected_length": "last steps, expected, sampled drafts",
+    "estimated_length": "expected, greedy drafts",
+    "expected_length": "expected, sampled drafts",
 }
 
 

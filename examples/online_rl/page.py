@@ -19,6 +19,7 @@ table { border-collapse: collapse; margin: 1rem 0 }
 th, td { padding: .25rem .9rem; border-bottom: 1px solid #ccc; text-align: right }
 th:first-child, td:first-child { text-align: left }
 .samples { display: block; overflow-x: auto }
+.figures td { white-space: nowrap; font-variant-numeric: tabular-nums }
 .samples td { text-align: left; font-family: monospace; white-space: pre }
 code, pre { font: 14px/1.5 monospace; white-space: pre-wrap }
 .warning { background: #fff3cd; padding: .5rem 1rem }
