@@ -190,17 +190,18 @@ def test_chunks_of_logits_give_the_gradients_of_whole_ones():
     assert worst_difference(got, want)[0] <= 1e-12
 
 
+@by_family
 @by_feedback
 @torch.inference_mode()
-def test_a_step_of_speculative_decoding_returns_what_the_next_one_is_fed(feedback):
-    model = build_model(spec_of(feedback, repeated=True)).eval()
+def test_a_step_of_speculative_decoding_returns_what_the_next_one_is_fed(feedback, family):
+    model = build_model(spec_of(feedback, repeated=True, family=family)).eval()
     layer, seen = model.mtp.layers[0], []
     layer.final_layernorm.register_forward_hook(lambda _m, args, out: seen.append((args[0], out)))
     hidden_N1H = torch.randn(1, 1, 16, dtype=torch.float64)
     ids_1N = torch.tensor([[7]])
     for position in range(2):
         hidden_N1H, logits_N1V = model.compute_mtp_single_step(
-            hidden_N1H, ids_1N, torch.tensor([[position]])
+            hidden_N1H, ids_1N, torch.tensor([[position]]), depth=0
         )
         before, behind = seen[-1]
         assert torch.equal(hidden_N1H, behind if feedback == "post-norm" else before)

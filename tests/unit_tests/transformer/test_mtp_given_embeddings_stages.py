@@ -3,6 +3,8 @@
     python -m pytest tests/unit_tests/transformer/test_mtp_given_embeddings_stages.py
 """
 
+import os
+
 import pytest
 import torch.distributed as dist
 
@@ -22,7 +24,7 @@ from tests.support.claims import supports
 from tests.support.objective import nonzero, step_gradients
 from tests.support.overlap import overlap_spec, plan_gradients
 from tests.support.release import require_overlap_on_one_stage
-from tests.support.split import Comparison, SplitCase, heads_of
+from tests.support.split import Comparison, SplitCase, case_gradients, heads_of
 from tests.support.vision import EMBEDDING, given_rows, placeholders
 from tests.support.whole_gradients import whole_gradients
 
@@ -51,6 +53,19 @@ def test_heads_on_the_stage_of_the_embedding_read_what_it_was_given(case):
     got, want = COMPARISON.of(case)
     assert worst_difference(got, want)[0] <= 1e-12
     assert set(heads_of(want)) <= nonzero(got)
+
+
+def _labels_on_the_last_stage_alone(overrides):
+    unlabelled = {} if os.environ["RANK"] == "1" else dict(labels=None, loss_mask=None)
+    return case_gradients(_on_stages("Ettmm|L", overrides, **unlabelled))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_heads_need_not_see_the_labels_to_read_what_the_embedding_was_given(case):
+    """Trainers hand labels to the stage with the loss."""
+    got = run_ranks(_labels_on_the_last_stage_alone, 2, CASES[case])[0]
+    _, want = COMPARISON.of(case)
+    assert worst_difference(got, want)[0] <= 1e-12
 
 
 @supports(AXIS, refused="decoder_input is given to the pipeline stage with the embedding", ranks=2)

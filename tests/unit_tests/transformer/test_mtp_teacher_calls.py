@@ -25,7 +25,7 @@ from tests.support.host_sync import HostSyncs
 from tests.support.messages import noting_calls_of_the_objective
 from tests.support.objective import step_gradients
 from tests.support.overlap import overlap_spec, plan_gradients
-from tests.support.release import require_overlap_on_one_stage
+from tests.support.release import loss_key, require_overlap_on_one_stage
 
 prepare()
 
@@ -130,7 +130,7 @@ def test_the_loss_that_is_logged_is_the_one_that_is_trained(world):
     metrics = mtp_metrics(model)
     want = [1 - accepted for accepted in metrics.expected_acceptance]
     assert metrics.losses == pytest.approx(want, rel=1e-5)
-    tracked = next(v for k, v in MTPLossLoggingHelper.tracker.items() if "loss" in k)
+    tracked = MTPLossLoggingHelper.tracker[loss_key()]
     assert tracked.tolist() == pytest.approx(want, rel=1e-5)
 
 

@@ -23,6 +23,7 @@ from tests.support import (
 )
 from tests.support.divergence import reference_teacher_objective
 from tests.support.objective import nonzero
+from tests.support.release import require_derived_targets
 
 prepare()
 
@@ -179,6 +180,7 @@ def test_measuring_does_not_change_what_the_cross_entropy_trains():
 
 def test_derived_labels_train_as_given_ones_that_say_the_same():
     """Without labels upstream's rule takes the next id, and its mask moves along."""
+    require_derived_targets()
     batch, found = batch_of("bshd"), []
     mask_BS = batch.loss_mask.clone()
     mask_BS[:, -1] = 0  # what follows the last id is known to the labels alone

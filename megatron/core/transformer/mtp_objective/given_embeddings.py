@@ -108,8 +108,8 @@ def plan_given_embeddings(
 
     Args:
         model: GPTModel or HybridModel.
-        options: of the call, with its plan; returned as they are without ``decoder_input`` and
-            where heads do not run.
+        options: of the call, with its plan; returned as they are without ``decoder_input``, and
+            where heads do not run or, without a plan, are not trained.
         decoder_input: [s, b, h] as given to forward.
         input_ids, labels: [b, S] as given to forward; ids may be None, they are not embedded.
         packed_seq_params: boundaries of packed sequences.
@@ -128,12 +128,14 @@ def plan_given_embeddings(
     groups, config = model.pg_collection, model.config
     tp_group = groups.tp if config.sequence_parallel and groups.tp.size() > 1 else None
     _require_rows(decoder_input, input_ids, labels, config, tp_group)
-    if model.post_process and options.plan.targets is None:
+    if model.post_process and labels is None and input_ids is None:
         raise ValueError(
             "decoder_input came without labels and without input_ids, from which labels could be "
             "derived: MTP heads have nothing to be scored against. Pass labels, or "
             "compute_mtp_loss=False."
         )
+    if options.plan is None:
+        return options
     if options.isolated:
         decoder_input = decoder_input.detach()
     if overlapped and decoder_input.requires_grad:
