@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support import ModelSpec, bshd_batch, build_model, parallel_world, prepare
+from tests.support.objective import nonzero, step_gradients
 
 prepare()
 
@@ -37,8 +38,8 @@ REFUSED = [
     (dict(mtp_objective="mse"), "mtp_objective must be one of ce, kl, tv, ce.kl, ce.tv, got 'mse'"),
     (dict(mtp_depth_weighting="path"), "mtp_depth_weighting must be one of uniform, chained, got"),
     *[
-        (dict(KL, mtp_teacher_temperature=bad), "temperature must be finite and greater than 0")
-        for bad in (0, -1.0, math.nan, math.inf, "1", True, None)
+        (dict(KL, mtp_teacher_temperature=bad), "temperature must be finite and at least 0.0001")
+        for bad in (0, 1e-5, -1.0, math.nan, math.inf, "1", True, None)
     ],
     *[
         (dict(KL, mtp_teacher_top_k=bad), "top_k must be an integer ≥ 0.*got .*-1 for every token")
@@ -79,11 +80,32 @@ def test_what_is_set_after_construction_is_refused_by_the_next_forward(world):
         model(**bshd_batch(2, 8).forward_kwargs())
 
 
-def test_depth_weights_without_heads_are_refused():
+@pytest.mark.parametrize("weights", [[1.0], []])
+def test_depth_weights_without_heads_are_refused(weights):
     with pytest.raises(ValueError, match="each of the 0 MTP depths"):
         TransformerConfig(
-            num_layers=1, hidden_size=4, num_attention_heads=1, mtp_depth_weights=[1.0]
+            num_layers=1, hidden_size=4, num_attention_heads=1, mtp_depth_weights=weights
         )
+
+
+@pytest.mark.parametrize(
+    "fields", [KL, dict(mtp_depth_weighting="chained"), dict(mtp_expected_acceptance=True)]
+)
+def test_a_teacher_without_heads_is_refused(fields):
+    with pytest.raises(ValueError, match="is for MTP heads, but mtp_num_layers is None: set"):
+        TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, **fields)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("objective", ["kl", "ce+kl", "ce+tv"])
+def test_the_smallest_temperature_gives_finite_gradients_in_every_precision(
+    world, objective, dtype
+):
+    half = dict(fp16=True) if dtype == torch.float16 else {}
+    fields = dict(mtp_objective=objective, mtp_teacher_temperature=1e-4, **half)
+    model = build_model(taught(dataclasses.replace(SPEC, dtype=dtype), **fields))
+    found = step_gradients(model, bshd_batch(2, 8))
+    assert nonzero(found) and all(gradient.isfinite().all() for gradient in found.values())
 
 
 def test_deferred_weight_gradients_are_refused_when_the_config_is_made():
@@ -96,6 +118,7 @@ def test_deferred_weight_gradients_are_refused_when_the_config_is_made():
             pipeline_dtype=torch.float32,
             gradient_accumulation_fusion=True,
             defer_embedding_wgrad_compute=True,
+            mtp_num_layers=1,
             **KL,
         )
 

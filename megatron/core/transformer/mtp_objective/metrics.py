@@ -106,7 +106,10 @@ class MTPMetrics:
 
     @property
     def expected_accepted_length(self) -> float:
-        """Mean tokens per step of sampled speculation, from 1 to 1 + D; NaN if not computed."""
+        """Mean tokens per step of sampled speculation, from 1 to 1 + D; NaN if not computed.
+
+        An estimate: accepted drafts are no draws from the policy, as the tokens of the text are.
+        """
         return _ratio(*self._expected[-2:])
 
     def as_dict(self, prefix: str = "mtp") -> dict[str, float]:

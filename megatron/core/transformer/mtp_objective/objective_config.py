@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 OBJECTIVES = ("ce", "kl", "tv", "ce+kl", "ce+tv")
 DEPTH_WEIGHTINGS = ("uniform", "chained")
+SMALLEST_TEMPERATURE = 1e-4
+"""Gradients are divided by T, and float16 holds nothing above 65504."""
+
 _TEACHER_FIELDS = dict(
     mtp_teacher_temperature=1.0, mtp_teacher_top_k=0, mtp_teacher_top_p=1.0
 )
@@ -65,7 +68,8 @@ def check_objective_config(config: TransformerConfig) -> None:
     """Refuse an objective that is unknown or cannot work, when a model is configured.
 
     Raises:
-        ValueError: which field, what was expected, what came and what to change.
+        ValueError: which field, what was expected, what came and what to change; or a teacher is
+            asked for where there are no heads.
     """
     for name, known in (
         ("mtp_objective", OBJECTIVES),
@@ -76,6 +80,11 @@ def check_objective_config(config: TransformerConfig) -> None:
             raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.")
     _check_sampling(config)
     _check_weights(config)
+    if needs_teacher(config) and not config.mtp_num_layers:
+        raise ValueError(
+            f"{ASKED} is for MTP heads, but mtp_num_layers is {config.mtp_num_layers}: set "
+            f"mtp_num_layers, or {WITHOUT_TEACHER}"
+        )
     if needs_teacher(config) and config.defer_embedding_wgrad_compute:
         raise ValueError(
             f"{ASKED} computes the output weight's gradient in forward, and "
@@ -109,10 +118,10 @@ def check_teacher_model(model: LanguageModule) -> None:
 def _check_sampling(config: TransformerConfig) -> None:
     temperature, top_p = config.mtp_teacher_temperature, config.mtp_teacher_top_p
     top_k = config.mtp_teacher_top_k
-    if not (_is_real(temperature) and 0 < temperature < math.inf):
+    if not (_is_real(temperature) and SMALLEST_TEMPERATURE <= temperature < math.inf):
         raise ValueError(
-            f"mtp_teacher_temperature must be finite and greater than 0, got {temperature!r}: set "
-            f"the rollout's; for greedy rollouts a small one, such as 0.01."
+            f"mtp_teacher_temperature must be finite and at least {SMALLEST_TEMPERATURE}, got "
+            f"{temperature!r}: set the rollout's; for greedy rollouts a small one, such as 0.01."
         )
     if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0:
         raise ValueError(
@@ -151,7 +160,7 @@ def _check_weights(config: TransformerConfig) -> None:
     if weights_D is None:
         return
     depths = config.mtp_num_layers or 0
-    right = isinstance(weights_D, (list, tuple)) and len(weights_D) == depths
+    right = isinstance(weights_D, (list, tuple)) and len(weights_D) == depths > 0
     if not right or not all(_is_real(w) and 0 <= w < math.inf for w in weights_D):
         raise ValueError(
             f"mtp_depth_weights must hold one finite number ≥ 0 for each of the {depths} MTP "
