@@ -3,7 +3,6 @@
 - READMEs of examples are pages too, and keep their place in the repository.
 - A link to a file that is no page, such as a source file, becomes plain text: a built site has no
   repository beside it. A link to what does not exist stays, and fails the strict build.
-- Pages that may not exist yet are left out of navigation and links.
 """
 
 from __future__ import annotations
@@ -20,31 +19,8 @@ READMES = {
     str(readme.relative_to(ROOT)): f"examples/{readme.parent.name}.md"
     for readme in sorted(ROOT.glob("examples/*/README.md"))
 }
-PENDING = ("integrations.md", "objectives.md")
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 _FENCE = re.compile(r"^ *```.*?^ *```$", re.M | re.S)
-
-
-def _absent(name: str) -> bool:
-    return name in PENDING and not (ROOT / "docs" / name).is_file()
-
-
-def _without_absent(nav: list) -> list:
-    """The same navigation without pages that may be, and are, missing."""
-    kept = []
-    for entry in nav:
-        ((title, target),) = entry.items()
-        if isinstance(target, list):
-            kept.append({title: _without_absent(target)})
-        elif not _absent(target):
-            kept.append(entry)
-    return kept
-
-
-def on_config(config: Any) -> Any:
-    """Leave missing pages out of the navigation."""
-    config.nav = _without_absent(config.nav)
-    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -82,8 +58,6 @@ def _rewrite_text(text: str, place: str, uri: str) -> str:
         if re.match(r"[a-z]+:", target):
             return match[0]
         path = os.path.normpath(os.path.join(os.path.dirname(place), target))
-        if _absent(path.removeprefix("docs/")):
-            return words
         there = _page(path)
         if there is not None:
             return f"[{words}]({os.path.relpath(there, os.path.dirname(uri) or '.')}{anchor})"
