@@ -16,7 +16,7 @@ from tests.support.device import has_transformer_engine, prepare
 
 prepare()
 
-from examples.trainer_step.__main__ import train  # noqa: E402
+from examples.trainer_step.trainer import train  # noqa: E402
 from tests.support.parallel import parallel_world  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 
@@ -62,12 +62,30 @@ def test_the_policy_is_the_one_of_other_heads():
     assert [head for _, head in first] != [head for _, head in others]
 
 
-def test_the_command_prints_a_line_per_step():
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.trainer_step", "--steps", "2"],
-        cwd=ROOT, env=os.environ, capture_output=True, text=True, timeout=240,
+def command(*arguments: str, **env: str) -> subprocess.CompletedProcess:
+    """Runs the example as a reader does."""
+    return subprocess.run(
+        [sys.executable, "-m", "examples.trainer_step", *arguments],
+        cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=240,
     )
+
+
+def test_the_command_prints_a_line_per_step():
+    done = command("--steps", "2")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines[-2:]] == ["1", "2"]
     assert "mtp_accepted_length" in lines[-1]
+
+
+@pytest.mark.parametrize("size", ["2", "0"])
+def test_a_context_parallel_size_without_its_ranks_is_refused(size):
+    done = command("--context-parallel-size", size)
+    assert done.returncode == 2
+    assert f"--context-parallel-size {size} does not divide the 1 ranks; start with" in done.stderr
+
+
+def test_without_megatron_on_the_path_it_says_so():
+    done = command(PYTHONPATH=".")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: Megatron is not on the path (run make tree, and set")
