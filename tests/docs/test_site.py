@@ -79,6 +79,13 @@ def test_every_page_of_the_repository_is_in_the_navigation():
     assert pages | set(hooks.READMES.values()) <= set(navigation())
 
 
+def test_the_first_page_links_to_every_page_and_example():
+    linked = re.findall(r"\]\(([^)#]+)\)", prose(ROOT / "docs" / "index.md"))
+    linked = {(ROOT / "docs" / target).resolve() for target in linked if "://" not in target}
+    pages = {path.resolve() for path in PAGES if path.parent != ROOT}
+    assert pages - linked == {ROOT / "docs" / "index.md"}
+
+
 def test_no_page_loads_anything_from_elsewhere(site):
     for page in site.rglob("*.html"):
         for resource in Resources(page.read_text()).found:

@@ -3,6 +3,7 @@
 import importlib.machinery
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -96,6 +97,26 @@ def test_a_named_python_is_the_only_one_tried(tmp_path):
     done = find_python(tmp_path, PYTHON=str(named))
     assert done.returncode == 1
     assert f"{named}: Python 3.9.1" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="no flock: setups do not wait")
+def test_two_setups_at_once_install_once(tmp_path):
+    # Stands for a .venv whose pip takes a second, and notes when it starts.
+    folder = tmp_path / "venv" / "bin"
+    folder.mkdir(parents=True)
+    pip = f'if [ "$1" = -m ]; then echo started >> {tmp_path}/log; sleep 1; fi'
+    stand_in(folder, "python", pip)
+    (tmp_path / "requirements.txt").write_text("anything\n")
+    command = ["bash", str(ROOT / "tools" / "setup_env.sh"), "venv", "requirements.txt"]
+    env = os.environ | {"PYTHON": sys.executable}
+    both = [
+        subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = "".join(setup.communicate(timeout=120)[0] for setup in both)
+    assert [setup.returncode for setup in both] == [0, 0]
+    assert (tmp_path / "log").read_text() == "started\n"
+    assert said.count("torch is large") == 1 and said.count("waiting for it") <= 1
 
 
 def spec_of(folder: Path) -> importlib.machinery.ModuleSpec:

@@ -61,7 +61,11 @@ _OPTIONAL = (
 _FEATURES = (
     ("training on GPUs over NCCL", ("cuda",), "CPU over gloo, with the stand-in of the tests"),
     ("context-parallel attention", ("transformer-engine",), "CP 1, or the tests' plain attention"),
-    ("attention over packed sequences", ("transformer-engine",), "padded batches only"),
+    (
+        "attention over packed sequences",
+        ("transformer-engine",),
+        "padded batches, or the tests' plain attention",
+    ),
     ("grouped-GEMM experts", ("transformer-engine",), "experts run one after the other"),
     ("fused Adam", ("apex or transformer-engine",), "torch's Adam"),
     ("fused gradient accumulation", ("apex",), "unfused"),
