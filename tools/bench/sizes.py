@@ -36,7 +36,7 @@ class Sizes:
     vocabularies: tuple[int, ...] = (8 * K, 32 * K)
     fractions: tuple[float, ...] = (1.0, 0.25, 0.05)
     depths: tuple[int, ...] = (1, 2)
-    chunk: int = 128
+    chunk: int = 192
     at: tuple[int, int] = (4 * K, 32 * K)
     repeats: int = 5
     sequences: tuple[int, ...] = (1, 8, 64)
