@@ -114,6 +114,8 @@ WEIGHINGS = {
     "weighted": WEIGHTED,
     "chained and weighted": {**CHAINED, **WEIGHTED},
     "only the second": dict(mtp_depth_weights=[0.0, 1.0]),
+    # The first is scored all the same: the chain needs its acceptance.
+    "only the second, chained": dict(CHAINED, mtp_depth_weights=[0.0, 1.0]),
 }
 
 
