@@ -19,6 +19,8 @@ from torch import Tensor
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.reference_families import REFERENCES, ReferenceFamily
 
+EMBEDDINGS = ("model.language_model.embed_tokens.weight", "model.embed_tokens.weight")
+
 
 @dataclasses.dataclass(frozen=True)
 class Routing:
@@ -232,16 +234,19 @@ def target_matrices(directory: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     Raises:
         CheckpointError: One of them is not there.
     """
-    embedding = _read_first(
-        directory, ("model.language_model.embed_tokens.weight", "model.embed_tokens.weight"), dtype
-    )
-    if directory.config.get("tie_word_embeddings"):
+    embedding = directory.read(first_of(directory, EMBEDDINGS)).to(dtype)
+    if any(c.get("tie_word_embeddings") for c in (directory.config, directory.text_config)):
         return embedding, embedding
-    return embedding, _read_first(directory, ("lm_head.weight",), dtype)
+    return embedding, directory.read(first_of(directory, ("lm_head.weight",))).to(dtype)
 
 
-def _read_first(directory: Any, keys: tuple[str, ...], dtype: torch.dtype) -> Tensor:
+def first_of(directory: Any, keys: tuple[str, ...]) -> str:
+    """The first of these keys that the directory has.
+
+    Raises:
+        CheckpointError: It has none.
+    """
     for key in keys:
         if key in directory.tensors:
-            return directory.read(key).to(dtype)
+            return key
     raise CheckpointError(f"{directory.path}: expected a tensor {' or '.join(keys)}")

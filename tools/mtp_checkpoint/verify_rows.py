@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tools.mtp_checkpoint.errors import CheckpointError
+from tools.mtp_checkpoint.reference import EMBEDDINGS, first_of
 from tools.mtp_checkpoint.source import HFDirectory
 
 _ROOM = 1.25  # memory that loading and running takes, relative to the weights in float32
@@ -44,10 +45,10 @@ class Rows:
 
 def random_rows(directory: HFDirectory, batch: int, length: int, seed: int) -> Rows:
     """Random tokens, and hidden states drawn from N(0, 1): needs nothing of the target."""
-    text = directory.text_config
+    vocabulary, hidden = directory.tensors[first_of(directory, EMBEDDINGS)].shape
     generator = torch.Generator().manual_seed(seed)
-    ids_BS = torch.randint(text["vocab_size"], (batch, length), generator=generator)
-    hidden_BSH = torch.randn(batch, length, text["hidden_size"], generator=generator)
+    ids_BS = torch.randint(vocabulary, (batch, length), generator=generator)
+    hidden_BSH = torch.randn(batch, length, hidden, generator=generator)
     return Rows(ids_BS, hidden_BSH, None, f"random tokens and hidden states, seed {seed}")
 
 
