@@ -18,8 +18,7 @@ from torch import Tensor
 
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.reference_families import REFERENCES, ReferenceFamily
-
-EMBEDDINGS = ("model.language_model.embed_tokens.weight", "model.embed_tokens.weight")
+from tools.mtp_checkpoint.target_matrices import target_matrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,27 +225,3 @@ def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 f"{prefix}: expected gate, up and down of {count} equal experts: {error}"
             ) from error
     return whole
-
-
-def target_matrices(directory: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The target's embedding and output layer [V, H], which its head shares.
-
-    Raises:
-        CheckpointError: One of them is not there.
-    """
-    embedding = directory.read(first_of(directory, EMBEDDINGS)).to(dtype)
-    if any(c.get("tie_word_embeddings") for c in (directory.config, directory.text_config)):
-        return embedding, embedding
-    return embedding, directory.read(first_of(directory, ("lm_head.weight",))).to(dtype)
-
-
-def first_of(directory: Any, keys: tuple[str, ...]) -> str:
-    """The first of these keys that the directory has.
-
-    Raises:
-        CheckpointError: It has none.
-    """
-    for key in keys:
-        if key in directory.tensors:
-            return key
-    raise CheckpointError(f"{directory.path}: expected a tensor {' or '.join(keys)}")
