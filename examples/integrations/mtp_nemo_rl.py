@@ -32,8 +32,9 @@ def model_forward(
     """Heads train where NeMo-RL passes its token-aligned mask; elsewhere no MTP work is done."""
     call = partial(model, compute_mtp_loss=mtp_loss_mask is not None)
     if mtp_loss_mask is not None:
-        if given.get("use_linear_ce_fusion_loss"):
-            raise ValueError("Training MTP heads needs logits: turn use_linear_ce_fusion_loss off.")
+        fused = ("use_linear_ce_fusion_loss", "use_fused_linear_logprobs")  # the later name, too
+        if on := [name for name in fused if given.get(name)]:
+            raise ValueError(f"Training MTP heads needs logits: turn {on[0]} off.")
         labels, mtp_loss_mask = prediction_aligned_targets(
             input_ids_cp_sharded, mtp_loss_mask, packed_seq_params, get_context_parallel_group()
         )

@@ -8,7 +8,6 @@ NeMo-RL is not on PyPI, so it is not driven: stand-ins with the signatures of `m
 
 import sys
 import types
-from functools import partial
 
 import pytest
 import torch
@@ -41,9 +40,9 @@ def test_two_microbatches_weigh_every_target_by_the_global_valid_tokens(cp):
 
 
 def test_without_a_mask_no_head_runs_and_fused_losses_are_refused():
-    ((ran, message),) = run_ranks(skip_and_refuse, 1)
+    ((ran, messages),) = run_ranks(skip_and_refuse, 1)
     assert not ran
-    assert "use_linear_ce_fusion_loss off" in message
+    assert [f"turn {name} off" in said for name, said in messages.items()] == [True, True]
 
 
 def test_the_config_isolates_heads_only_where_there_are_some():
@@ -155,10 +154,12 @@ def skip_and_refuse():
         model.mtp.register_forward_hook(lambda *_: calls.append(1))
         batch = microbatch(groups, (0, 1))
         train.model_forward(model=model, **{**batch, "mtp_loss_mask": None})
-        forward = partial(train.model_forward, model=model, use_linear_ce_fusion_loss=True)
-        with pytest.raises(ValueError) as refused:
-            forward(**batch)
-        return bool(calls), str(refused.value)
+        messages = {}
+        for name in ("use_linear_ce_fusion_loss", "use_fused_linear_logprobs"):
+            with pytest.raises(ValueError) as refused:
+                train.model_forward(model=model, **batch, **{name: True})
+            messages[name] = str(refused.value)
+        return bool(calls), messages
 
 
 def configure():

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.reference_families import REFERENCES, ReferenceFamily
+from tools.mtp_checkpoint.target_matrices import target_matrices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,24 +225,3 @@ def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
                 f"{prefix}: expected gate, up and down of {count} equal experts: {error}"
             ) from error
     return whole
-
-
-def target_matrices(directory: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The target's embedding and output layer [V, H], which its head shares.
-
-    Raises:
-        CheckpointError: One of them is not there.
-    """
-    embedding = _read_first(
-        directory, ("model.language_model.embed_tokens.weight", "model.embed_tokens.weight"), dtype
-    )
-    if directory.config.get("tie_word_embeddings"):
-        return embedding, embedding
-    return embedding, _read_first(directory, ("lm_head.weight",), dtype)
-
-
-def _read_first(directory: Any, keys: tuple[str, ...], dtype: torch.dtype) -> Tensor:
-    for key in keys:
-        if key in directory.tensors:
-            return directory.read(key).to(dtype)
-    raise CheckpointError(f"{directory.path}: expected a tensor {' or '.join(keys)}")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.source import HFDirectory
+from tools.mtp_checkpoint.target_matrices import EMBEDDINGS, first_of
 
 _ROOM = 1.25  # memory that loading and running takes, relative to the weights in float32
 
@@ -44,10 +45,10 @@ class Rows:
 
 def random_rows(directory: HFDirectory, batch: int, length: int, seed: int) -> Rows:
     """Random tokens, and hidden states drawn from N(0, 1): needs nothing of the target."""
-    text = directory.text_config
-    generator = torch.Generator().manual_seed(seed)
-    ids_BS = torch.randint(text["vocab_size"], (batch, length), generator=generator)
-    hidden_BSH = torch.randn(batch, length, text["hidden_size"], generator=generator)
+    vocabulary, hidden = directory.tensors[first_of(directory, EMBEDDINGS)].shape
+    generator = torch.Generator().manual_seed(seed % 2**63)  # torch takes 64 bits
+    ids_BS = torch.randint(vocabulary, (batch, length), generator=generator)
+    hidden_BSH = torch.randn(batch, length, hidden, generator=generator)
     return Rows(ids_BS, hidden_BSH, None, f"random tokens and hidden states, seed {seed}")
 
 
@@ -101,7 +102,7 @@ def _load_target(directory: HFDirectory):
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError) as error:  # the last: other shapes
         raise CheckpointError(
             f"transformers cannot load the target in {directory.path} ({error}). Use --rows-from "
             "random to compare the heads without it."
@@ -130,6 +131,12 @@ def _token_rows(directory: HFDirectory, text: Path | None, batch: int, length: i
         raise CheckpointError(
             f"the text has {len(ids)} tokens; expected at least {batch} rows of {length}. Give a "
             "longer --text or fewer --sequences."
+        )
+    vocabulary = directory.tensors[first_of(directory, EMBEDDINGS)].shape[0]
+    if (largest := max(ids)) >= vocabulary:
+        raise CheckpointError(
+            f"the tokenizer gives token {largest}, but the embedding has {vocabulary} rows: they "
+            "are of different models"
         )
     return torch.tensor(ids[: batch * length]).view(batch, length)
 

@@ -19,8 +19,17 @@ import torch  # noqa: E402
 
 from tests.support import parallel_world, prepare  # noqa: E402
 from tests.tools.mtp_checkpoint.native_support import Kind, directory, imported  # noqa: E402
-from tools.mtp_checkpoint.checkpoint import load_head, manifest, save_head  # noqa: E402
+from tools.mtp_checkpoint.checkpoint import (  # noqa: E402
+    MANIFEST,
+    load_head,
+    manifest,
+    read_manifest,
+    save_head,
+    write_json,
+)
+from tools.mtp_checkpoint.families import by_name  # noqa: E402
 from tools.mtp_checkpoint.importing import layer_tensors  # noqa: E402
+from tools.mtp_checkpoint.served import Served  # noqa: E402
 from tools.mtp_checkpoint.verifying import verify  # noqa: E402
 
 KINDS = (
@@ -39,6 +48,11 @@ def figures(groups, kind: Kind, folder: Path) -> dict:
     report = verify(
         groups, directory(kind).path, folder / "local", rows_from="random", implementation="te"
     )
+    served = Served.of(by_name(kind.family), 3, "vllm")
+    write_json(folder / "local" / MANIFEST, served.written(read_manifest(folder / "local")))
+    chained = verify(
+        groups, directory(kind).path, folder / "local", rows_from="random", implementation="te"
+    )
     other = load_head(folder / "local", groups=groups, implementation="te", device="cpu")
     save_head(other, folder / "te", contents)
     back, start = load_head(folder / "te", groups=groups, device="cpu"), layer_tensors(local)
@@ -46,6 +60,7 @@ def figures(groups, kind: Kind, folder: Path) -> dict:
     return {
         "passed": report.passed,
         "hidden_delta": report.comparison.hidden_delta,
+        "later depths": {c.name: c.value for c in chained.checks if c.name.startswith("depth")},
         "argmax_agreement": report.comparison.argmax_agreement,
         "flips": int(report.comparison.flipped_N.sum()),
         "changed on the way back": differing,

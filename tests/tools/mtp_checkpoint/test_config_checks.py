@@ -18,6 +18,7 @@ from tools.mtp_checkpoint.native.config import head_config  # noqa: E402
 
 MOE, DENSE, DEEPSEEK, MIMO = "qwen3_5_moe", "qwen3_5", "deepseek_v3", "mimo"
 YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+NAN = float("nan")
 PLAIN = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
 
 
@@ -56,7 +57,12 @@ FAULTS = [
     (MOE, {"rope_parameters": {**PLAIN, "rope_theta": -1}}, "rope_theta is -1, expected a number"),
     (DENSE, {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.1}}, "of head_dim 32 are 3"),
     (DENSE, {"rope_parameters": {**PLAIN, "partial_rotary_factor": 2}}, "at most 1"),
-    (DENSE, {"num_hidden_layers": 0}, "num_hidden_layers in config.json is 0"),
+    (MOE, {"rope_parameters": {**PLAIN, "rope_theta": NAN}}, "rope_theta is nan, expected a num"),
+    (MOE, {"rms_norm_eps": float("inf")}, "rms_norm_eps in config.json is inf"),
+    (DENSE, {"num_hidden_layers": 0}, "num_hidden_layers is 0, expected a whole number"),
+    (DENSE, {"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5, expected a whole number"),
+    (MIMO, {"num_hidden_layers": 2.5}, "num_hidden_layers is 2.5, expected a whole number"),
+    (MIMO, {"rope_theta": 10**400}, "rope_theta in config.json is 1000"),
     (MIMO, {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, expected 1.0"),
     (MIMO, {"rope_theta": "large"}, "rope_theta in config.json is 'large'"),
 ]

@@ -82,6 +82,15 @@ def test_its_wiring_computes_what_the_checkpoints_head_computes(on_the_standin, 
 
 
 @needs_no_te
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_5", "mimo", "deepseek_v3"])
+def test_its_later_depths_read_what_the_engine_feeds_back(on_the_standin, family):
+    found = on_the_standin[family]["later depths"]
+    for depth in (2, 3):
+        assert found[f"depth {depth}: hidden state, max |Δ|, routers agreeing"] <= 1e-5
+        assert found[f"depth {depth}: share of rows with another best token"] == 0
+
+
+@needs_no_te
 def test_it_is_made_of_transformer_engines_modules(on_the_standin):
     moe = set(on_the_standin["qwen3_5_moe"]["modules"])
     assert {"TEGroupedMLP", "TEDotProductAttention", "TELayerNormColumnParallelLinear"} <= moe

@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_layers import MtpModel
 
 from tests.support import prepare
+from tests.tools.mtp_checkpoint.directories import copy_of, set_config, set_tensor, tensors
 from tests.tools.mtp_checkpoint.native_support import Kind, directory, inputs, reference
 from tools.mtp_checkpoint.errors import CheckpointError
 from tools.mtp_checkpoint.reference import ReferenceHead
 from tools.mtp_checkpoint.source import HFDirectory
-from tools.mtp_checkpoint.verify_rows import target_rows
+from tools.mtp_checkpoint.target_matrices import target_matrices
+from tools.mtp_checkpoint.verify_rows import random_rows, target_rows
 
 prepare()
 
@@ -44,6 +46,47 @@ def test_it_agrees_with_transformers_generic_mtp_model(kind):
         want_BSH = generic.forward_layer(0, hidden_BSH, positions_BS, None, input_ids=next_ids_BS)
         got_BSH, _ = reference(kind)(ids_BS, positions_BS, hidden_BSH)
     assert (got_BSH - want_BSH).abs().max() <= 5e-6
+
+
+def test_a_target_may_say_in_its_text_config_that_it_is_tied(tiny, tmp_path):
+    path = copy_of(tiny("qwen3_5"), tmp_path / "tied")
+    set_tensor(path, "lm_head.weight", None)
+    with pytest.raises(CheckpointError, match="expected a tensor lm_head.weight"):
+        target_matrices(HFDirectory.open(path), torch.float32)
+    set_config(path, tie_word_embeddings=True)
+    embedding_VH, output_VH = target_matrices(HFDirectory.open(path), torch.float32)
+    assert output_VH is embedding_VH
+
+
+def test_random_rows_need_no_vocab_size_and_stay_within_the_embedding(tiny, tmp_path):
+    path = copy_of(tiny("qwen3_5"), tmp_path / "copy")
+    set_config(path, vocab_size=None)
+    source = HFDirectory.open(path)
+    rows = random_rows(source, 4, 16, 0)
+    assert rows.token_ids_BS.max() < len(target_matrices(source, torch.float32)[0])
+    assert rows.hidden_BSH.shape == (4, 16, 64)
+    assert not torch.equal(random_rows(source, 4, 16, 10**30).hidden_BSH, rows.hidden_BSH)
+
+
+@pytest.mark.parametrize("key", ["model.language_model.embed_tokens.weight", "lm_head.weight"])
+def test_target_matrices_of_another_hidden_size_are_refused(tiny, tmp_path, key):
+    path = copy_of(tiny("qwen3_5"), tmp_path / "copy")
+    set_tensor(path, key, tensors(path)[key][:, :32])
+    with pytest.raises(CheckpointError, match=r"has shape \(768, 32\), .* asks for \(768, 64\)"):
+        target_matrices(HFDirectory.open(path), torch.float32)
+
+
+def test_a_target_that_does_not_fit_its_configuration_or_tokenizer_is_refused(tiny, tmp_path):
+    path = copy_of(tiny("qwen3_5"), tmp_path / "copy")
+    key = "model.language_model.layers.1.self_attn.q_proj.weight"
+    whole = tensors(path)
+    set_tensor(path, key, whole[key][:3])
+    with pytest.raises(CheckpointError, match="transformers cannot load the target"):
+        target_rows(HFDirectory.open(path), None, 2, 8)
+    key = "model.language_model.embed_tokens.weight"
+    set_tensor(path, key, whole[key][:10])
+    with pytest.raises(CheckpointError, match="gives token [0-9]+, but the embedding has 10 rows"):
+        target_rows(HFDirectory.open(path), None, 2, 8)
 
 
 def test_rows_and_reference_are_those_of_a_process_without_the_stand_in(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tools.mtp_checkpoint.families.numbers import is_count, is_number
 from tools.mtp_checkpoint.families.rotary import rotary_kind, rotary_parameters
 
 Config = Mapping[str, Any]
@@ -24,14 +25,27 @@ def positive(*names: str) -> Check:
     return check
 
 
+def whole(*names: str) -> Check:
+    """These fields are whole numbers above 0."""
+
+    def check(config: Config) -> list[str]:
+        return [
+            f"{name} is {value!r}, expected a whole number above 0"
+            for name in names
+            if (value := config.get(name)) is not None and not is_count(value)
+        ]
+
+    return check
+
+
 def chosen_of(experts: str) -> Check:
     """A token goes to at least one expert, and to no more than there are."""
 
     def check(config: Config) -> list[str]:
         chosen, count = config.get("num_experts_per_tok"), config.get(experts)
-        if not _is_count(chosen) and chosen is not None:
-            return [f"num_experts_per_tok is {chosen!r}, expected a whole number above 0"]
-        if _is_count(chosen) and _is_count(count) and chosen > count:
+        if problems := whole("num_experts_per_tok")(config):
+            return problems
+        if is_count(chosen) and is_count(count) and chosen > count:
             return [f"num_experts_per_tok is {chosen}, more than {experts} {count}"]
         return []
 
@@ -47,8 +61,8 @@ def expert_groups(config: Config) -> list[str]:
         name: config.get(name)
         for name in ("n_routed_experts", "n_group", "topk_group", "num_experts_per_tok")
     }
-    if wrong := [n for n, value in values.items() if value is not None and not _is_count(value)]:
-        return [f"{name} is {values[name]!r}, expected a whole number above 0" for name in wrong]
+    if problems := whole(*values)(config):
+        return problems
     if None in values.values():
         return []
     experts, groups, chosen, topk = values.values()
@@ -77,9 +91,9 @@ def even_rotary(head: str, fraction: float) -> Check:
         found = rotary_parameters(config).get(
             "partial_rotary_factor", config.get("partial_rotary_factor", fraction)
         )
-        if not _is_number(found) or not 0 < found <= 1:
+        if not is_number(found) or not 0 < found <= 1:
             return [f"partial_rotary_factor is {found!r}, expected a number above 0, at most 1"]
-        if _is_count(size) and (int(size * found) < 2 or int(size * found) % 2):
+        if is_count(size) and (int(size * found) < 2 or int(size * found) % 2):
             return [
                 f"partial_rotary_factor {found} of {head} {size} are {int(size * found)} "
                 "dimensions, expected an even number above 0"
@@ -101,7 +115,7 @@ def yarn(config: Config) -> list[str]:
         if scaled.get(name) is None
     ]
     problems += _not_positive(scaled, (*needed, "beta_fast", "beta_slow", "mscale"), where)
-    if not _is_number(scaled.get("mscale_all_dim", 0.0)):
+    if not is_number(scaled.get("mscale_all_dim", 0.0)):
         problems.append(f"{where} has mscale_all_dim {scaled['mscale_all_dim']!r}, not a number")
     if scaled.get("attention_factor") is not None:
         problems.append(
@@ -116,13 +130,5 @@ def _not_positive(config: Config, names: tuple[str, ...], where: str) -> list[st
     return [
         f"{name} in {where} is {value!r}, expected a number above 0"
         for name in names
-        if (value := config.get(name)) is not None and not (_is_number(value) and value > 0)
+        if (value := config.get(name)) is not None and not (is_number(value) and value > 0)
     ]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.mtp_checkpoint.families.checks import even_rotary, positive
+from tools.mtp_checkpoint.families.checks import even_rotary, positive, whole
 from tools.mtp_checkpoint.families.family import Family, Requirement
 from tools.mtp_checkpoint.families.rotary import PLAIN
 from tools.mtp_checkpoint.rules import GATE_UP, NORM, SWAP_HALVES, Entry, GroupedQKV
@@ -64,7 +64,8 @@ MIMO = Family(
     ),
     fields=("num_hidden_layers", "rms_norm_eps"),
     checks=(
-        positive("num_hidden_layers", "rms_norm_eps", "rope_theta"),
+        whole("num_hidden_layers"),
+        positive("rms_norm_eps", "rope_theta"),
         even_rotary("head_dim", 1.0),
     ),
     rotary=PLAIN,

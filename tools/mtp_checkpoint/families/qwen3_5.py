@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.mtp_checkpoint.families.checks import even_rotary, positive
+from tools.mtp_checkpoint.families.checks import even_rotary, positive, whole
 from tools.mtp_checkpoint.families.family import Family, Requirement
 from tools.mtp_checkpoint.families.rotary import PLAIN
 from tools.mtp_checkpoint.rules import COPY, GATE_UP, NORM, Entry, GroupedQKV
@@ -24,7 +24,8 @@ REQUIREMENTS = (
 FIELDS = ("num_hidden_layers", "rms_norm_eps")
 PARTIAL_ROTARY = 0.25  # where the configuration does not say
 CHECKS = (
-    positive("num_hidden_layers", "rms_norm_eps", "rope_theta"),
+    whole("num_hidden_layers"),
+    positive("rms_norm_eps", "rope_theta"),
     even_rotary("head_dim", PARTIAL_ROTARY),
 )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tools.mtp_checkpoint.families.numbers import is_number
+
 PLAIN = ("default", "mrope")  # the same for text: all three positions of a token are equal
 
 
@@ -29,6 +31,6 @@ def rotary_problems(config: Mapping[str, Any], kinds: Sequence[str]) -> list[str
         problems.append("config.json has no rope_theta, which the rotary embedding depends on")
     if "rope_theta" in (found := rotary_parameters(config)):
         theta = found["rope_theta"]
-        if not isinstance(theta, (int, float)) or isinstance(theta, bool) or theta <= 0:
+        if not is_number(theta) or theta <= 0:
             problems.append(f"rope_theta is {theta!r}, expected a number above 0")
     return problems
