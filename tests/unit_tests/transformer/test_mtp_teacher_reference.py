@@ -168,6 +168,7 @@ def test_expected_acceptance_is_that_of_the_definition(layout, objective):
     named = metrics.as_dict()
     assert named["mtp_expected_accepted_length"] == metrics.expected_accepted_length
     assert named["mtp_2_expected_acceptance"] == metrics.expected_acceptance[1]
+    assert not any("expected" in name for name in mtp_metrics(model).as_dict())  # started anew
 
 
 def test_measuring_does_not_change_what_the_cross_entropy_trains():
