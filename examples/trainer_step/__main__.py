@@ -5,6 +5,8 @@ import importlib.util
 import os
 import sys
 
+from examples.trainer_step import MICROBATCHES
+
 
 def _missing() -> str | None:
     for name in ("torch", "megatron", "megatron.core", "megatron.core.tensor_parallel"):
@@ -32,6 +34,11 @@ def main() -> int:
         parser.error(
             f"--context-parallel-size {cp_size} does not divide the {ranks} ranks; start with "
             f"`torchrun --nproc-per-node N`, N a multiple of it"
+        )
+    if ranks // cp_size > MICROBATCHES:
+        parser.error(
+            f"{ranks // cp_size} data-parallel ranks are too many for {MICROBATCHES} microbatches; "
+            f"start fewer, or raise --context-parallel-size"
         )
     if missing := _missing():
         print(f"error: {missing}; see README.md", file=sys.stderr)

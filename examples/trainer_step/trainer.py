@@ -6,11 +6,12 @@ Letters: T tokens of this rank's part of a packed row, V vocabulary.
 import torch
 import torch.distributed as dist
 
+from examples.trainer_step import MICROBATCHES
 from tests.support.device import device, has_transformer_engine, prepare
 
 prepare()  # without a GPU: a stand-in for the calls to torch.cuda that Megatron makes anyway
 
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs  # noqa: E402
 from megatron.core.transformer.mtp_objective import (  # noqa: E402
     Targets,
@@ -21,7 +22,8 @@ from megatron.core.transformer.mtp_objective.metrics import mtp_metrics  # noqa:
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from tests.support.attention import ReferenceAttention  # noqa: E402
 
-VOCAB_SIZE, MICROBATCHES, TRAJECTORIES = 64, 2, 4  # a step; trajectories of each microbatch
+VOCAB_SIZE = 64
+TRAJECTORIES = 4  # of a microbatch
 
 
 def build_model(cp_size: int, dtype: torch.dtype = torch.float32, **fields) -> GPTModel:

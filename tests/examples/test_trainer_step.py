@@ -85,6 +85,12 @@ def test_a_context_parallel_size_without_its_ranks_is_refused(size):
     assert f"--context-parallel-size {size} does not divide the 1 ranks; start with" in done.stderr
 
 
+def test_more_data_parallel_ranks_than_microbatches_are_refused():
+    done = command(WORLD_SIZE="3")
+    assert done.returncode == 2
+    assert "3 data-parallel ranks are too many for 2 microbatches; start fewer" in done.stderr
+
+
 def test_without_megatron_on_the_path_it_says_so():
     done = command(PYTHONPATH=".")
     assert done.returncode == 2
