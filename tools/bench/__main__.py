@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Iterator
 
 EXIT_OK, EXIT_MISSED, EXIT_NOT_READY = 0, 1, 2
-SECTIONS = ("traffic", "accuracy", "objective", "teacher", "step", "roofline")
+SECTIONS = ("traffic", "accuracy", "objective", "width", "teacher", "step", "roofline")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -60,6 +60,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=("float32", "bfloat16"),
         help="of hidden states and weights (float32; on a GPU bfloat16)",
     )
+    parser.add_argument(
+        "--hidden",
+        type=_width,
+        help="width h, a multiple of 16 (what is on this CPU as 2,048 is on a GPU; on a GPU 4096)",
+    )
     parser.add_argument("--repeats", type=int, help="runs of which medians are taken (5)")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
     parser.add_argument(
@@ -78,6 +83,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _width(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0 or int(text) % 16:
+        raise argparse.ArgumentTypeError(f"expected a multiple of 16 like 128, got {text!r}")
+    return int(text)
+
+
 def _run(options: argparse.Namespace, folder: Path) -> list:
     import dataclasses
 
@@ -91,6 +102,10 @@ def _run(options: argparse.Namespace, folder: Path) -> list:
         chosen = dataclasses.replace(chosen, repeats=options.repeats)
     if options.dtype is not None:
         chosen = dataclasses.replace(chosen, dtype=getattr(torch, options.dtype))
+    if options.hidden is not None:
+        chosen = dataclasses.replace(chosen, hidden=options.hidden)
+    elif chosen.hidden is None:
+        chosen = dataclasses.replace(chosen, hidden=_balanced_width(chosen))
     rows = list(_measure(options, folder, chosen))
     rows += growth.measure(rows, chosen)
     results.show(rows)
@@ -100,11 +115,20 @@ def _run(options: argparse.Namespace, folder: Path) -> list:
     return rows
 
 
+def _balanced_width(chosen) -> int:
+    import torch
+
+    from tools.bench import roofline, width
+
+    torch.set_num_threads(1)  # and no others before processes are forked
+    return width.balanced(roofline.Ceilings.of_sizes(chosen, torch.device("cpu")))
+
+
 def _measure(options: argparse.Namespace, folder: Path, chosen) -> Iterator[Any]:
     """All rows of the chosen sections."""
     import torch
 
-    from tools.bench import accuracy, objective, roofline, step, teacher, timing, traffic
+    from tools.bench import accuracy, objective, roofline, step, teacher, timing, traffic, width
     from tools.bench.trees import load_pair, unpack_upstream
 
     start = time.monotonic()
@@ -123,7 +147,7 @@ def _measure(options: argparse.Namespace, folder: Path, chosen) -> Iterator[Any]
         if "accuracy" in options.only:
             tick("gradients")
             yield from accuracy.measure(pair)
-        for section in (objective, teacher, step, roofline):
+        for section in (objective, width, teacher, step, roofline):
             if section.__name__.split(".")[-1] in options.only:
                 yield from section.measure(pair, chosen, tick)
     tick("done")

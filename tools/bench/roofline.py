@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tools.bench.heads import Inputs, Objective, build_head
 from tools.bench.results import Row
-from tools.bench.sizes import Sizes
+from tools.bench.sizes import K, Sizes
 from tools.bench.timing import peak_bytes, seconds_of, synchronize
 from tools.bench.trees import Pair
 
@@ -50,6 +50,14 @@ class Ceilings:
         multiply = _best(lambda: torch.mm(a, b, out=product))
         copy = _best(lambda: target.copy_(source))
         return cls(2 * size**3 / multiply, 2 * copied / copy)
+
+    @classmethod
+    def of_sizes(cls, sizes: Sizes, device) -> Ceilings:
+        """`measure` with matrices and a copy that suit the machine and the sizes."""
+        size, copied = (8192, 4 << 30) if device.type == "cuda" else (1536, 256 << 20)
+        if sizes.at[0] < K:  # quick
+            size, copied = 128, 1 << 20
+        return cls.measure(sizes.dtype, size, copied, device)
 
     def bound(self, flops: float, moved: float) -> float:
         """Seconds below which this work cannot be done."""
@@ -101,11 +109,7 @@ def measure(pair: Pair, sizes: Sizes, tick: Callable[[str], None]) -> Iterator[R
     from tests.support import device
 
     tick("ceilings")
-    on_gpu = device().type == "cuda"
-    size, copied = (8192, 4 << 30) if on_gpu else (1536, 256 << 20)
-    if sizes.hidden < 64:
-        size, copied = 128, 1 << 20
-    ceilings = Ceilings.measure(sizes.dtype, size, copied, device())
+    ceilings = Ceilings.of_sizes(sizes, device())
     for name, unit, value in (
         (f"matrix product, {sizes.dtype}".replace("torch.", ""), "GFLOP/s", ceilings.flops / 1e9),
         ("memory, read + written", "GB/s", ceilings.bandwidth / 1e9),

@@ -13,14 +13,10 @@ K = 1024
 class Sizes:
     """One set of sizes.
 
-    The width on the CPU is small on purpose. What matters is the time of the matrix products, 6 h
-    floating-point operations per logit, against that of the passes over the logits. A current GPU
-    does some 200 operations in the time of one byte, two cores about twelve (`roofline` measures
-    it): a head of width 128 is on the CPU as much bound by its logits as one of 2,048 on a GPU.
-
     Attributes:
         dtype: of hidden states and weights.
-        hidden: width h of the hidden states.
+        hidden: width h of the hidden states; None for `tools.bench.width.balanced` of the machine.
+        widths: more of them, at ``at``, beside what the matrix products alone take.
         lengths: sequence lengths s; vocabularies: V; depths: D; all combinations are measured.
         fractions: supervised shares of the tokens.
         chunk: ``mtp_loss_chunk_size``.
@@ -31,12 +27,13 @@ class Sizes:
     """
 
     dtype: torch.dtype = torch.float32
-    hidden: int = 128
+    hidden: int | None = None
+    widths: tuple[int, ...] = (32, 64, 128, 256)
     lengths: tuple[int, ...] = (1 * K, 4 * K, 16 * K)
     vocabularies: tuple[int, ...] = (8 * K, 32 * K)
     fractions: tuple[float, ...] = (1.0, 0.25, 0.05)
     depths: tuple[int, ...] = (1, 2)
-    chunk: int = 192
+    chunk: int = 384
     at: tuple[int, int] = (4 * K, 32 * K)
     repeats: int = 5
     sequences: tuple[int, ...] = (1, 8, 64)
@@ -51,6 +48,7 @@ CPU = Sizes()
 CPU_QUICK = dataclasses.replace(
     CPU,
     hidden=16,
+    widths=(16, 32),
     lengths=(64, 128),
     vocabularies=(64, 128),
     fractions=(1.0, 0.25),
@@ -68,6 +66,7 @@ GPU = dataclasses.replace(
     CPU,
     dtype=torch.bfloat16,
     hidden=4096,
+    widths=(1 * K, 2 * K, 4 * K, 7 * K),
     lengths=(8 * K, 32 * K),
     vocabularies=(152 * K, 248 * K),
     depths=(1,),

@@ -53,7 +53,8 @@ class TestQuickRun:
 
     def test_every_section_has_rows_with_what_the_report_needs(self, measured):
         starts = "messages", "host", "gradients", "objective time", "objective peak", "training"
-        for start in (*starts, "ceilings", "operators", "growth"):
+        starts = (*starts, "objective time over the width", "ceilings", "operators", "growth")
+        for start in starts:
             for row in _section(measured[0], start):
                 assert {"name", "upstream", "ours", "ratio", "goal", "met"} <= row.keys()
 
@@ -108,6 +109,13 @@ def test_without_a_gpu_cuda_is_refused_before_anything_is_measured(tmp_path):
     assert done.returncode == 2
     assert "needs a GPU" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("width", ["0", "-16", "100", "wide"])
+def test_a_width_that_no_head_has_is_refused_with_what_to_give(width):
+    done = bench("--quick", f"--hidden={width}")
+    assert done.returncode == 2
+    assert f"expected a multiple of 16 like 128, got '{width}'" in done.stderr
 
 
 def _modules_of_both_trees(upstream):

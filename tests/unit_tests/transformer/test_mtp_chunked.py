@@ -19,7 +19,6 @@ prepare()
 
 from megatron.core.transformer.mtp_objective.chunk_workspace import Head
 from megatron.core.transformer.mtp_objective.chunked import DepthRows, chunked_cross_entropy
-from megatron.core.transformer.mtp_objective.vocab_parallel import first_max
 
 S, B, V, H, D = 9, 3, 37, 8, 2
 
@@ -85,19 +84,6 @@ def test_value_and_gradients_are_those_of_whole_logits(supervised, chunk_size, c
         assert torch.equal(
             right[depth], (logits.argmax(-1) == labels[depth]) & (weights[depth] != 0)
         )
-
-
-@pytest.mark.parametrize("columns", [1, 255, 256, 257, 1024])
-def test_of_several_largest_logits_the_first_counts_in_blocks_and_without(columns):
-    generator = torch.Generator().manual_seed(0)
-    # Few values: nearly every row has its largest several times, in one block and in others.
-    logits = torch.randint(0, 4, (64, columns), generator=generator).double().to(device())
-    logits[0, -1] = math.nan
-    values, places = first_max(logits)
-    largest = [row.index(max(row)) for row in logits[1:].tolist()]
-    assert places[1:].tolist() == largest
-    assert values[1:].tolist() == logits[1:].amax(dim=-1).tolist()
-    assert places[0] == columns - 1 and values[0].isnan()
 
 
 def test_the_logit_scale_is_a_factor_of_the_logits():

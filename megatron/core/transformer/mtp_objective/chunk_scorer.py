@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.transformer.mtp_objective.chunk_checks import ASKED, INSTEAD
+from megatron.core.transformer.mtp_objective.chunk_logits import Logits
 from megatron.core.transformer.mtp_objective.chunk_workspace import Head, Rows
 from megatron.core.transformer.mtp_objective.vocab_parallel import (
     RowLosses,
@@ -24,10 +25,12 @@ class Scorer(Protocol):
 
     Attributes:
         asked, instead: for messages, what asks for this scorer and how to do without.
+        by_columns: whether it works on blocks of columns (on a CPU), and not of rows.
     """
 
     asked: str
     instead: str
+    by_columns: bool
 
     def start(self, head: Head, rows: int, dtype: torch.dtype) -> None:
         """Prepare for chunks of up to ``rows`` rows, 0 for none, on every rank."""
@@ -39,7 +42,7 @@ class Scorer(Protocol):
         self,
         depth: int,
         rows: Rows,
-        logits_NV: Tensor,
+        logits: Logits,
         labels_N: Tensor,
         idle_N: Optional[Tensor],
     ) -> RowLosses:
@@ -53,6 +56,7 @@ class CrossEntropy:
     """The `Scorer` that `chunked_cross_entropy` uses if it is given none."""
 
     asked, instead = ASKED, INSTEAD
+    by_columns = True
 
     def start(self, head: Head, rows: int, dtype: torch.dtype) -> None:
         """Remember who shares the vocabulary."""
@@ -62,6 +66,6 @@ class CrossEntropy:
         """As they are."""
         return weights_R
 
-    def score(self, depth, rows, logits_NV, labels_N, idle_N) -> RowLosses:
+    def score(self, depth, rows, logits, labels_N, idle_N) -> RowLosses:
         """See `cross_entropy_in_place`."""
-        return cross_entropy_in_place(logits_NV, labels_N, self._tp_group)
+        return cross_entropy_in_place(logits, labels_N, self._tp_group)

@@ -90,7 +90,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         unit = _power_of_two([depth.weights_BS for depth in depths], dtype)
         largest = max(_rows_to_project(depth) for depth in depths)
         rows = min(head.chunk_size, largest)
-        workspace = ChunkWorkspace(head, rows, dtype, largest > 0 and ctx.needs_input_grad[3])
+        trains_weight = largest > 0 and ctx.needs_input_grad[3]
+        workspace = ChunkWorkspace(head, rows, dtype, trains_weight, scorer.by_columns)
         scorer.start(head, rows, dtype)
         passes = [
             _DepthPass(number, depth, hidden_SBH, workspace, scorer, unit, needed)
@@ -176,11 +177,11 @@ class _DepthPass:
                 idle_N = take_rows(self._idle_R, rows)
                 # 0 times a non-finite loss is NaN, and this row may have one.
                 hidden_NH = hidden_NH.masked_fill(idle_N.unsqueeze(-1), 0)
-            logits_NV = workspace.project(hidden_NH)
+            logits = workspace.project(hidden_NH)
             labels_N = take_rows(labels_R, rows)
-            result = self._scorer.score(self._number, rows, logits_NV, labels_N, idle_N)
+            result = self._scorer.score(self._number, rows, logits, labels_N, idle_N)
             scale_N = weights_N / unit / result.sum_N
-            workspace.pull_back(logits_NV, scale_N, hidden_NH, rows, gradient_RH)
+            workspace.pull_back(logits.values_NV, scale_N, hidden_NH, rows, gradient_RH)
             loss_N, right_N = result.loss_N, result.right_N
             if idle_N is not None:
                 loss_N, right_N = loss_N.masked_fill(idle_N, 0), right_N & ~idle_N

@@ -26,10 +26,10 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.mtp_objective.chunk_logits import Logits
 from megatron.core.transformer.mtp_objective.sampling import TeacherSampling, dropped_tokens
 from megatron.core.transformer.mtp_objective.vocab_parallel import (
     LocalLabels,
-    first_max,
     subtract_at_labels,
 )
 
@@ -163,7 +163,7 @@ def _subtract_maxima(
         Where the labels are, and bool [n], whether this rank holds the head's most likely token
         and that is the label.
     """
-    max_N, argmax_N = first_max(logits_NV)
+    max_N, argmax_N = Logits(logits_NV).first_max()
     teacher_max_N = teacher_NV.amax(dim=-1)
     offset, is_owner_N = 0, True
     if tp_group is not None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.mtp_objective.chunk_logits import Logits
 from megatron.core.transformer.mtp_objective.chunk_workspace import (
     ChunkWorkspace,
     Head,
@@ -54,6 +55,9 @@ class Teacher:
             1 where the row does not count.
     """
 
+    asked, instead = ASKED, WITHOUT_TEACHER
+    by_columns = False
+
     def __init__(
         self,
         decoder_SBH: Tensor,
@@ -76,7 +80,6 @@ class Teacher:
         self._decoder_SBH = decoder_SBH.detach()
         self._num_depths, self._layout = num_depths, layout
         self._divergence, self._chained = divergence, chained
-        self.asked, self.instead = ASKED, WITHOUT_TEACHER
         self._rows: Optional[ShiftedRows] = None
         self._workspace: Optional[ChunkWorkspace] = None
         self._chain_R: Optional[Tensor] = None
@@ -105,7 +108,7 @@ class Teacher:
         self,
         depth: int,
         rows: Rows,
-        logits_NV: Tensor,
+        logits: Logits,
         labels_N: Tensor,
         idle_N: Optional[Tensor],
     ) -> RowScores:
@@ -113,9 +116,13 @@ class Teacher:
         decoder_NH = self._rows.take(depth + 1, rows)
         if idle_N is not None:
             decoder_NH = decoder_NH.masked_fill(idle_N.unsqueeze(-1), 0)
-        teacher_NV = self._workspace.project(decoder_NH)
+        teacher = self._workspace.project(decoder_NH)
         scores = score_in_place(
-            logits_NV, teacher_NV, labels_N, self._divergence, self._workspace.head.tp_group
+            logits.values_NV,
+            teacher.values_NV,
+            labels_N,
+            self._divergence,
+            self._workspace.head.tp_group,
         )
         accepted_N = scores.accepted_N
         if idle_N is not None:

@@ -10,16 +10,18 @@ matrix product afterwards saves.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Optional
 
 import torch
 from torch import Tensor
 
+from megatron.core.transformer.mtp_objective.chunk_logits import Logits, column_blocks
+
 ProcessGroup = torch.distributed.ProcessGroup
 
-_BLOCK = 256  # Columns; a CPU finds a maximum without its place several times as fast.
-_CACHED_LOGITS = 1 << 18  # Few enough for a CPU core's cache; 8 rows of 32K were the fastest.
+_LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -38,56 +40,34 @@ class RowLosses:
 
 
 def cross_entropy_in_place(
-    logits_NV: Tensor, labels_N: Tensor, tp_group: Optional[ProcessGroup] = None
+    logits: Logits, labels_N: Tensor, tp_group: Optional[ProcessGroup] = None
 ) -> RowLosses:
     """Replace logits by the gradient of the cross-entropy, times S; see the module.
 
     Args:
-        logits_NV: float32 or float64 [n, v], overwritten.
+        logits: float32 or float64, overwritten.
         labels_N: int64 [n], ids of the whole vocabulary. One that no rank holds counts as a logit
             equal to the largest, as upstream's cross-entropy does.
         tp_group: ranks that share the vocabulary, in rank order; None or size 1 for none. Two
             collectives of 1 and 3 numbers per row.
     """
     if tp_group is not None and tp_group.size() > 1:
-        return _shared_vocabulary(logits_NV, labels_N, tp_group)
-    if logits_NV.device.type != "cpu":
-        return _whole_vocabulary(logits_NV, labels_N)
-    # A CPU is done sooner if a block of rows stays in its cache from the first pass to the last.
-    size = max(1, _CACHED_LOGITS // logits_NV.size(-1))
-    blocks = [
-        _whole_vocabulary(*block) for block in zip(logits_NV.split(size), labels_N.split(size))
-    ]
-    names = ("loss_N", "right_N", "sum_N")
-    return RowLosses(*(torch.cat([getattr(block, name) for block in blocks]) for name in names))
+        return _shared_vocabulary(logits, labels_N, tp_group)
+    return _whole_vocabulary(logits, labels_N)
 
 
-def first_max(logits_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest logit of each row and the first column that holds it, as ``max(dim=-1)``.
-
-    On a CPU in two steps where the columns allow: the maxima of blocks, then the place in the first
-    block that has the largest.
-    """
-    if logits_NV.device.type != "cpu" or logits_NV.size(-1) % _BLOCK:
-        return logits_NV.max(dim=-1)
-    blocks = logits_NV.reshape(logits_NV.size(0), -1, _BLOCK)
-    max_N, block_N = blocks.amax(dim=-1).max(dim=-1)
-    best_N = blocks.gather(1, block_N.view(-1, 1, 1).expand(-1, 1, _BLOCK)).squeeze(1)
-    return max_N, block_N * _BLOCK + best_N.argmax(dim=-1)
-
-
-def _whole_vocabulary(logits_NV: Tensor, labels_N: Tensor) -> RowLosses:
+def _whole_vocabulary(logits: Logits, labels_N: Tensor) -> RowLosses:
     """`cross_entropy_in_place` on one rank."""
-    max_N, argmax_N = first_max(logits_NV)
+    logits_NV, (max_N, argmax_N) = logits.values_NV, logits.first_max()
     label = LocalLabels.of(labels_N, 0, logits_NV.size(-1))
     sum_N, label_logit_N = _exponentiate(logits_NV, max_N, label)
     subtract_at_labels(logits_NV, sum_N, label)
     return RowLosses(sum_N.log() - label_logit_N, argmax_N == labels_N, sum_N)
 
 
-def _shared_vocabulary(logits_NV: Tensor, labels_N: Tensor, tp_group: ProcessGroup) -> RowLosses:
+def _shared_vocabulary(logits: Logits, labels_N: Tensor, tp_group: ProcessGroup) -> RowLosses:
     """`cross_entropy_in_place` on one of several ranks."""
-    local_max_N, local_argmax_N = first_max(logits_NV)
+    logits_NV, (local_max_N, local_argmax_N) = logits.values_NV, logits.first_max()
     max_PN = local_max_N.new_empty((tp_group.size(), *local_max_N.shape))
     torch.distributed.all_gather_into_tensor(max_PN.flatten(), local_max_N, group=tp_group)
     max_N, owner_N = max_PN.max(dim=0)
@@ -118,9 +98,16 @@ class LocalLabels:
 
 def _exponentiate(logits_NV: Tensor, max_N: Tensor, label: LocalLabels) -> tuple[Tensor, Tensor]:
     """exp(z - m) in place; returns its sum over the columns and z_y - m, 0 where y is outside."""
-    logits_NV.sub_(max_N.unsqueeze(-1))
-    label_logit_N = logits_NV.gather(-1, label.column_N1).squeeze(-1)
-    sum_N = logits_NV.exp_().sum(dim=-1)
+    label_logit_N = logits_NV.gather(-1, label.column_N1).squeeze(-1) - max_N
+    # A power of two takes some CPUs half the time, and its factor none.
+    on_cpu, sum_N = logits_NV.device.type == "cpu", torch.zeros_like(max_N)
+    shift_N1 = -_LOG2_E * max_N.unsqueeze(-1)
+    for block_NC in column_blocks(logits_NV):
+        if on_cpu:
+            torch.add(shift_N1, block_NC, alpha=_LOG2_E, out=block_NC).exp2_()
+        else:
+            block_NC.sub_(max_N.unsqueeze(-1)).exp_()
+        sum_N += block_NC.sum(dim=-1)
     return sum_N, label_logit_N.masked_fill(label.outside_N, 0)
 
 

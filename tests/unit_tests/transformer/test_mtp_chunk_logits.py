@@ -1,0 +1,103 @@
+"""Logits in blocks of columns: the same numbers as all columns at once.
+
+    python -m pytest tests/unit_tests/transformer/test_mtp_chunk_logits.py
+
+A CPU works in blocks; elsewhere these tests see one block.
+"""
+
+import math
+
+import pytest
+import torch
+
+from tests.support import device, prepare, relative_error
+
+prepare()
+
+from megatron.core.transformer.mtp_objective import chunk_logits
+from megatron.core.transformer.mtp_objective.chunk_logits import Logits, column_blocks
+from megatron.core.transformer.mtp_objective.chunk_workspace import ChunkWorkspace, Head
+from megatron.core.transformer.mtp_objective.chunked import DepthRows, chunked_cross_entropy
+
+ROWS, COLUMNS, WIDTH = 20, 101, 8
+
+
+@pytest.fixture
+def narrow_blocks(monkeypatch):
+    """Blocks of 7 columns, whatever the rows; the last of 101 has 3."""
+    monkeypatch.setattr(chunk_logits, "_CACHED_LOGITS", 0)
+    monkeypatch.setattr(chunk_logits, "_FEWEST_COLUMNS", 7)
+
+
+def problem(dtype=torch.float64):
+    """Hidden states of one depth, a weight, labels and the rows' weights."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(ROWS, 1, WIDTH, generator=generator, dtype=torch.float64)
+    weight = torch.randn(COLUMNS, WIDTH, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, COLUMNS, (1, ROWS), generator=generator)
+    weights = torch.rand(1, ROWS, generator=generator, dtype=torch.float64)
+    hidden, weight = (value.to(device(), dtype).requires_grad_() for value in (hidden, weight))
+    return hidden, weight, labels.to(device()), weights.to(device())
+
+
+@pytest.mark.parametrize("looked", [True, False], ids=["maxima known", "maxima unknown"])
+@pytest.mark.parametrize("columns", [1, 255, 256, 257, 1024])
+def test_of_several_largest_logits_the_first_counts(monkeypatch, columns, looked):
+    monkeypatch.setattr(chunk_logits, "_CACHED_LOGITS", 64 * 100)  # blocks of 100 columns
+    monkeypatch.setattr(chunk_logits, "_FEWEST_COLUMNS", 1)
+    generator = torch.Generator().manual_seed(0)
+    # Few values: nearly every row has its largest several times, in one block and in others.
+    values = torch.randint(0, 4, (64, columns), generator=generator).double().to(device())
+    values[0, -1] = math.nan
+    maxima = torch.stack([block.amax(dim=-1) for block in column_blocks(values)])
+    found, places = Logits(values, maxima if looked else None).first_max()
+    assert places[1:].tolist() == [row.index(max(row)) for row in values[1:].tolist()]
+    assert found[1:].tolist() == values[1:].amax(dim=-1).tolist()
+    assert places[0] == columns - 1 and found[0].isnan()
+
+
+@pytest.mark.parametrize("isolated", [False, True], ids=["weight trained", "isolated"])
+@pytest.mark.parametrize("chunk_size", [1, 6, 20])
+def test_blocks_give_the_losses_and_gradients_of_torch(narrow_blocks, chunk_size, isolated):
+    hidden, weight, labels, weights = problem()
+    head_weight = weight.detach() if isolated else weight
+    depth = DepthRows(labels, weights, count=ROWS)
+    got, losses, right = chunked_cross_entropy([hidden], [depth], Head(head_weight, chunk_size))
+    logits = torch.nn.functional.linear(hidden[:, 0], head_weight)
+    want_losses = torch.nn.functional.cross_entropy(logits, labels[0], reduction="none")
+    want = (want_losses * weights[0]).sum()
+    trained = [hidden] if isolated else [hidden, weight]
+    pairs = zip(torch.autograd.grad(got, trained), torch.autograd.grad(want, trained))
+    assert all(relative_error(one, other) <= 1e-12 for one, other in pairs)
+    assert torch.allclose(losses[0, 0], want_losses.detach(), rtol=1e-12, atol=1e-14)
+    assert torch.equal(right[0, 0], logits.argmax(dim=-1) == labels[0])
+
+
+@pytest.mark.parametrize("shift", [-1e3, 1e3, 3e4], ids=str)
+def test_large_logits_neither_overflow_nor_lose_their_differences(narrow_blocks, shift):
+    hidden, weight, labels, weights = problem(torch.float32)
+    with torch.no_grad():  # the same number is added to all logits of a row
+        weight[:, 0] = shift
+        hidden[..., 0] = 1.0
+    depth = DepthRows(labels, weights, count=ROWS)
+    objective, losses, _ = chunked_cross_entropy([hidden], [depth], Head(weight, 6))
+    logits = torch.nn.functional.linear(hidden[:, 0], weight).detach()
+    exact = torch.nn.functional.cross_entropy(logits.double(), labels[0], reduction="none")
+    # What single precision can say of logits of this size.
+    assert (losses[0, 0] - exact).abs().max() <= 4 * torch.finfo(torch.float32).eps * abs(shift)
+    gradients = torch.autograd.grad(objective, [hidden, weight])
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
+
+
+def test_projected_logits_come_with_the_maxima_of_their_blocks(narrow_blocks):
+    hidden, weight, _, _ = problem()
+    workspace = ChunkWorkspace(Head(weight.detach(), ROWS), ROWS, weight.dtype, False, True)
+    rows = hidden.detach()[:13, 0]
+    logits = workspace.project(rows)
+    assert relative_error(logits.values_NV, rows @ weight.detach().t()) <= 1e-14
+    blocks = column_blocks(logits.values_NV)
+    want = torch.stack([block.amax(dim=-1) for block in blocks])
+    if device().type == "cpu":
+        assert len(blocks) == 15 and torch.equal(logits.maxima_KN, want)
+    by_rows = ChunkWorkspace(Head(weight.detach(), ROWS), ROWS, weight.dtype, False)
+    assert by_rows.project(rows).maxima_KN is None
