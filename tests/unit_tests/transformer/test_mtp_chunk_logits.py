@@ -91,7 +91,7 @@ def test_large_logits_neither_overflow_nor_lose_their_differences(narrow_blocks,
 
 def test_projected_logits_come_with_the_maxima_of_their_blocks(narrow_blocks):
     hidden, weight, _, _ = problem()
-    workspace = ChunkWorkspace(Head(weight.detach(), ROWS), ROWS, weight.dtype, False, True)
+    workspace = ChunkWorkspace(Head(weight.detach(), ROWS), ROWS, weight.dtype, False)
     rows = hidden.detach()[:13, 0]
     logits = workspace.project(rows)
     assert relative_error(logits.values_NV, rows @ weight.detach().t()) <= 1e-14
@@ -99,5 +99,15 @@ def test_projected_logits_come_with_the_maxima_of_their_blocks(narrow_blocks):
     want = torch.stack([block.amax(dim=-1) for block in blocks])
     if device().type == "cpu":
         assert len(blocks) == 15 and torch.equal(logits.maxima_KN, want)
-    by_rows = ChunkWorkspace(Head(weight.detach(), ROWS), ROWS, weight.dtype, False)
-    assert by_rows.project(rows).maxima_KN is None
+
+
+@pytest.mark.parametrize("rows", [ROWS, 13], ids=["a whole chunk", "the last one"])
+@pytest.mark.parametrize("incoming", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_logits_of_every_dtype_are_those_of_the_product(narrow_blocks, incoming, rows):
+    hidden, weight, _, _ = problem(incoming)
+    dtype = torch.float64 if incoming == torch.float64 else torch.float32
+    head = Head(weight.detach(), ROWS, logit_scale=0.5)
+    logits = ChunkWorkspace(head, ROWS, dtype, False).project(hidden.detach()[:rows, 0])
+    want = hidden.detach()[:rows, 0].double() @ weight.detach().double().t() / 2
+    assert logits.values_NV.dtype == dtype
+    assert relative_error(logits.values_NV.double(), want) <= 4 * torch.finfo(incoming).eps

@@ -16,6 +16,8 @@ from tests.support.divergence import kept_tokens
 prepare()
 
 from megatron.core.transformer.mtp_objective import sampling
+from megatron.core.transformer.mtp_objective import chunk_logits
+from megatron.core.transformer.mtp_objective.chunk_logits import Logits, column_blocks
 from megatron.core.transformer.mtp_objective.divergences import Divergence, score_in_place
 from megatron.core.transformer.mtp_objective.sampling import TeacherSampling, dropped_tokens
 
@@ -93,9 +95,8 @@ def on_ranks(tp):
             labels = torch.arange(N, device=device()) * 7 % V
             found = []
             for columns, group in ((slice(None), None), (mine, groups.tp)):
-                head, teacher = logits(False, 1)[:, columns], logits(False, 2)[:, columns]
-                head = head.contiguous()
-                scores = score_in_place(head, teacher.contiguous(), labels, divergence, group)
+                head, teacher = (logits(False, i)[:, columns].contiguous() for i in (1, 2))
+                scores = score_in_place(Logits(head), Logits(teacher), labels, divergence, group)
                 gradient = head / scores.sum_N.unsqueeze(-1)
                 found.append((gradient, scores.loss_N, scores.accepted_N, scores.right_N.double()))
             whole = (found[0][0][:, mine], *found[0][1:])
@@ -115,3 +116,27 @@ def test_a_top_p_of_nearly_nothing_keeps_the_most_likely_token():
     dropped = dropped_tokens(rows, TeacherSampling(1.0, 0, math.ulp(0.0)))
     assert ((~dropped).sum(-1) == 1).all()
     assert torch.equal((~dropped).double().argmax(-1), rows.argmax(-1))
+
+
+@pytest.mark.parametrize("sampling", [SAMPLINGS[0], TeacherSampling(0.7, 9, 0.8)], ids=str)
+@pytest.mark.parametrize(
+    "kind, with_labels",
+    [("kl", True), ("kl", False), ("tv", True), ("tv", False), (None, True)],
+    ids=str,
+)
+def test_blocks_of_columns_score_as_all_columns_do(monkeypatch, kind, with_labels, sampling):
+    divergence, found = Divergence(with_labels, kind, 0.3, sampling), []
+    labels = torch.arange(N, device=device()) * 7 % V
+    for columns in (V, 7):  # one block, and four of which the last has three columns
+        monkeypatch.setattr(chunk_logits, "_CACHED_LOGITS", 0)
+        monkeypatch.setattr(chunk_logits, "_FEWEST_COLUMNS", columns)
+        head, teacher = (logits(False, seed).contiguous() for seed in (1, 2))
+        maxima = [torch.stack([b.amax(-1) for b in column_blocks(z)]) for z in (head, teacher)]
+        scores = score_in_place(
+            Logits(head, maxima[0]), Logits(teacher, maxima[1]), labels, divergence
+        )
+        gradient = head / scores.sum_N.unsqueeze(-1)
+        found.append((gradient, scores.loss_N, scores.accepted_N, scores.right_N.double()))
+    assert len(maxima[0]) == (4 if device().type == "cpu" else 1)
+    for one, other in zip(*found):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-14) and one.isfinite().all()

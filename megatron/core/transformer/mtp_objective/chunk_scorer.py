@@ -25,12 +25,10 @@ class Scorer(Protocol):
 
     Attributes:
         asked, instead: for messages, what asks for this scorer and how to do without.
-        by_columns: whether it works on blocks of columns (on a CPU), and not of rows.
     """
 
     asked: str
     instead: str
-    by_columns: bool
 
     def start(self, head: Head, rows: int, dtype: torch.dtype) -> None:
         """Prepare for chunks of up to ``rows`` rows, 0 for none, on every rank."""
@@ -56,7 +54,6 @@ class CrossEntropy:
     """The `Scorer` that `chunked_cross_entropy` uses if it is given none."""
 
     asked, instead = ASKED, INSTEAD
-    by_columns = True
 
     def start(self, head: Head, rows: int, dtype: torch.dtype) -> None:
         """Remember who shares the vocabulary."""

@@ -64,31 +64,15 @@ class ChunkWorkspace:
             the weight is not trained.
     """
 
-    def __init__(
-        self,
-        head: Head,
-        rows: int,
-        dtype: torch.dtype,
-        trains_weight: bool,
-        by_columns: bool = False,
-    ):
-        """Allocate.
-
-        Args:
-            head: output layer.
-            rows: the most that a chunk has.
-            dtype: of the cross-entropy.
-            trains_weight: make a gradient of the weight.
-            by_columns: a CPU may store logits column by column, and make them in `column_blocks`.
-        """
+    def __init__(self, head: Head, rows: int, dtype: torch.dtype, trains_weight: bool):
+        """Allocate for chunks of up to ``rows`` rows; ``dtype`` is that of the cross-entropy."""
         self.head = head
         weight = head.weight_VH
         self._half_NV = None
         if weight.dtype != dtype:
             self._half_NV = weight.new_empty((rows, weight.size(0)))
-        # A CPU's matrix products are faster by a fifth with a column's rows side by side.
-        self._by_columns = by_columns and self._half_NV is None and weight.device.type == "cpu"
-        if self._by_columns:
+        if self._half_NV is None and weight.device.type == "cpu":
+            # Matrix products are faster by a fifth with the rows of a column side by side.
             self._logits_NV = weight.new_empty((weight.size(0), rows)).t()
         else:
             self._logits_NV = weight.new_empty((rows, weight.size(0)), dtype=dtype)
@@ -136,25 +120,24 @@ class ChunkWorkspace:
 
     def project(self, hidden_NH: Tensor) -> Logits:
         """Logits of some rows in the buffer, which the next call overwrites."""
-        logits_NV = self._logits_NV[: hidden_NH.size(0)]
+        logits_NV, weight_VH = self._logits_NV[: hidden_NH.size(0)], self.head.weight_VH
+        columns, maxima = block_columns(logits_NV), []
+        sources = weight_VH.split(columns)
         if self._half_NV is not None:
             half_NV = self._half_NV[: hidden_NH.size(0)]
-            self._project_into(half_NV, hidden_NH, self.head.weight_VH)
-            return Logits(logits_NV.copy_(half_NV))
-        if not self._by_columns:
-            self._project_into(logits_NV, hidden_NH, self.head.weight_VH)
-            return Logits(logits_NV)
-        maxima = []
-        weights = self.head.weight_VH.split(block_columns(logits_NV))
-        for block_NC, weight_CH in zip(column_blocks(logits_NV), weights):
-            self._project_into(block_NC, hidden_NH, weight_CH)
-            maxima.append(block_NC.amax(dim=-1))  # while the block is in the cache
-        return Logits(logits_NV, torch.stack(maxima))
+            sources = self._multiply_into(half_NV, hidden_NH, weight_VH).split(columns, dim=-1)
+        for block_NC, source in zip(column_blocks(logits_NV), sources):
+            if self._half_NV is not None:
+                block_NC.copy_(source)
+            else:
+                self._multiply_into(block_NC, hidden_NH, source)
+            if logits_NV.device.type == "cpu":
+                maxima.append(block_NC.amax(dim=-1))  # while the block is in the cache
+        return Logits(logits_NV, torch.stack(maxima) if maxima else None)
 
-    def _project_into(self, logits_NC: Tensor, hidden_NH: Tensor, weight_CH: Tensor) -> None:
+    def _multiply_into(self, logits_NC: Tensor, hidden_NH: Tensor, weight_CH: Tensor) -> Tensor:
         torch.mm(hidden_NH, weight_CH.t(), out=logits_NC)
-        if self.head.logit_scale != 1:
-            logits_NC.mul_(self.head.logit_scale)
+        return logits_NC if self.head.logit_scale == 1 else logits_NC.mul_(self.head.logit_scale)
 
     def pull_back(
         self,
@@ -201,7 +184,8 @@ class ChunkWorkspace:
         Both products are made of a block while it is in the cache; one alone is faster whole.
         """
         weight_VH, total_VH = self.head.weight_VH, self.weight_gradient_VH
-        columns = weight_VH.size(0) if total_VH is None else block_columns(gradient_NV)
+        in_blocks = wants_hidden and total_VH is not None
+        columns = block_columns(gradient_NV) if in_blocks else weight_VH.size(0)
         sum_NH = torch.zeros_like(scaled_NH) if wants_hidden else None
         for start in range(0, weight_VH.size(0), columns):
             block = slice(start, start + columns)

@@ -91,7 +91,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         largest = max(_rows_to_project(depth) for depth in depths)
         rows = min(head.chunk_size, largest)
         trains_weight = largest > 0 and ctx.needs_input_grad[3]
-        workspace = ChunkWorkspace(head, rows, dtype, trains_weight, scorer.by_columns)
+        workspace = ChunkWorkspace(head, rows, dtype, trains_weight)
         scorer.start(head, rows, dtype)
         passes = [
             _DepthPass(number, depth, hidden_SBH, workspace, scorer, unit, needed)

@@ -21,21 +21,25 @@ units of the head's sum S: exp((z_v - max z) / T) = S q_v, and beside it S p_v.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import Iterator, Optional
 
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.mtp_objective.chunk_logits import Logits
+from megatron.core.transformer.mtp_objective.chunk_logits import (
+    Logits,
+    block_columns,
+    column_blocks,
+    exponential,
+)
 from megatron.core.transformer.mtp_objective.sampling import TeacherSampling, dropped_tokens
 from megatron.core.transformer.mtp_objective.vocab_parallel import (
     LocalLabels,
+    find_maxima,
     subtract_at_labels,
 )
 
 ProcessGroup = torch.distributed.ProcessGroup
-
-_CACHED_LOGITS = 1 << 19  # Of each of the two; the fastest of 2^17 to 2^22 at 32K columns.
 
 
 @dataclass(frozen=True)
@@ -73,148 +77,181 @@ class RowScores:
 
 
 def score_in_place(
-    logits_NV: Tensor,
-    teacher_NV: Tensor,
+    head: Logits,
+    teacher: Logits,
     labels_N: Tensor,
     divergence: Divergence,
     tp_group: Optional[ProcessGroup] = None,
 ) -> RowScores:
-    """Replace logits by the gradient of what is trained, times a number per row; see the module.
+    """Replace the head's logits by the gradient of what is trained, times a number per row.
 
     Args:
-        logits_NV: float32 or float64 [n, v] of the head, overwritten by the gradient.
-        teacher_NV: the same of the policy, overwritten by nothing of use.
+        head: float32 or float64 [n, v], overwritten by the gradient; see the module.
+        teacher: the same of the policy, overwritten by nothing of use.
         labels_N: int64 [n], ids of the whole vocabulary.
         divergence: what is trained.
         tp_group: ranks that share the vocabulary, in rank order; None or size 1 for none. Three
-            collectives of a few numbers per row (four for "tv"), and those of `dropped_tokens`.
+            collectives of a few numbers per row, and those of `dropped_tokens`.
     """
-    if tp_group is not None and tp_group.size() > 1:
-        return _score(logits_NV, teacher_NV, labels_N, divergence, tp_group)
-    if logits_NV.device.type != "cpu":
-        return _score(logits_NV, teacher_NV, labels_N, divergence, None)
-    # A CPU is done sooner if a block of rows stays in its cache from the first pass to the last.
-    size = max(1, _CACHED_LOGITS // logits_NV.size(-1))
-    parts = [part.split(size) for part in (logits_NV, teacher_NV, labels_N)]
-    blocks = [_score(*block, divergence, None) for block in zip(*parts)]
-    names = ("loss_N", "right_N", "sum_N", "accepted_N")
-    return RowScores(*(torch.cat([getattr(block, name) for block in blocks]) for name in names))
+    if tp_group is not None and tp_group.size() == 1:
+        tp_group = None
+    return _Scoring(head, teacher, divergence, tp_group).run(labels_N)
 
 
-def _score(
-    logits_NV: Tensor,
-    teacher_NV: Tensor,
-    labels_N: Tensor,
-    divergence: Divergence,
-    tp_group: Optional[ProcessGroup],
-) -> RowScores:
-    """`score_in_place` of rows that are worked on together."""
-    temperature, with_labels = divergence.sampling.temperature, divergence.with_labels
-    label, right_N = _subtract_maxima(logits_NV, teacher_NV, labels_N, tp_group)
-    sums = dict(right=right_N.to(logits_NV.dtype))
-    exact_NV = None
-    if with_labels:
-        label_logit_N = logits_NV.gather(-1, label.column_N1).squeeze(-1)
-        sums["label_logit"] = label_logit_N.masked_fill(label.outside_N, 0)
-    if temperature != 1:
-        if with_labels:
-            exact_NV = logits_NV.exp()
-            sums["exact"] = exact_NV.sum(dim=-1)
-        logits_NV.div_(temperature)
-        teacher_NV.div_(temperature)
-    dropped_NV = dropped_tokens(teacher_NV, divergence.sampling, tp_group)
-    keeps_logits = divergence.kind == "kl"
-    teacher_exp_NV = teacher_NV.exp() if keeps_logits else teacher_NV.exp_()
-    if dropped_NV is not None:
-        teacher_exp_NV.masked_fill_(dropped_NV, 0)
-    if keeps_logits:
-        sums["log_ratio"] = teacher_NV.sub_(logits_NV).mul_(teacher_exp_NV).sum(dim=-1)
-    sums["head"] = logits_NV.exp_().sum(dim=-1)
-    sums["teacher"] = teacher_exp_NV.sum(dim=-1)
-    sums = _sum_over(sums, tp_group)
-    sum_N = sums["head"]
-    # From here on in units of the head's sum S.
-    difference_NV = torch.mul(teacher_exp_NV, _column(sum_N / sums["teacher"]), out=teacher_NV)
-    difference_NV.sub_(logits_NV)
-    del teacher_exp_NV
-    tv_N = _half_distance(difference_NV, tp_group) / sum_N
-    accepted_N = (1 - tv_N).clamp(min=0)
-    loss_N = divergence.weight * _divergence_of(divergence.kind, sums, tv_N)
-    if divergence.kind == "tv":
-        _negative_tv_gradient(difference_NV, logits_NV, sum_N, tp_group)
-    if not with_labels:
-        torch.mul(difference_NV, -divergence.weight, out=logits_NV)
-        return RowScores(loss_N, sums["right"] > 0, sum_N * temperature, accepted_N)
-    if exact_NV is not None:
-        logits_NV.copy_(exact_NV.mul_(_column(sum_N / sums["exact"])))
-    subtract_at_labels(logits_NV, sum_N, label)
-    if divergence.kind is not None:
-        logits_NV.sub_(difference_NV, alpha=divergence.weight / temperature)
-    cross_entropy_N = sums.get("exact", sum_N).log() - sums["label_logit"]
-    return RowScores(loss_N + cross_entropy_N, sums["right"] > 0, sum_N, accepted_N)
+class _Scoring:
+    """`score_in_place`, pass by pass; on a CPU a pass goes over `column_blocks`."""
+
+    def __init__(
+        self,
+        head: Logits,
+        teacher: Logits,
+        divergence: Divergence,
+        tp_group: Optional[ProcessGroup],
+    ):
+        self._head, self._teacher = head, teacher
+        self._divergence, self._tp_group = divergence, tp_group
+        self._temperature = divergence.sampling.temperature
+        # The cross-entropy's own exponentials, where the temperature makes the others differ.
+        self._exact_NV = None
+        if divergence.with_labels and self._temperature != 1:
+            self._exact_NV = torch.empty_like(head.values_NV)
+        self._spare_NC = None
+        if divergence.kind == "kl" or head.values_NV.device.type == "cpu":
+            self._spare_NC = torch.empty_like(column_blocks(head.values_NV)[0])
+        self._sums: dict[str, Tensor] = {}
+
+    def run(self, labels_N: Tensor) -> RowScores:
+        """Every pass."""
+        divergence, temperature = self._divergence, self._temperature
+        label = self._find_maxima(labels_N)
+        self._exponentiate(self._drop())
+        self._sum_over_ranks("right", "label_logit", "exact", "log_ratio", "head", "teacher")
+        self._subtract()
+        self._sum_over_ranks("positive", "below")
+        sums, sum_N = self._sums, self._sums["head"]
+        tv_N = sums["positive"] / sum_N
+        if divergence.kind == "tv":
+            self._replace_by_tv()
+        loss_N, right_N = divergence.weight * self._divergence_of(tv_N), sums["right"] > 0
+        accepted_N = (1 - tv_N).clamp(min=0)
+        if not divergence.with_labels:
+            return RowScores(loss_N, right_N, sum_N * temperature, accepted_N)
+        subtract_at_labels(self._head.values_NV, sum_N, label)
+        loss_N = loss_N + sums.get("exact", sum_N).log() - sums["label_logit"]
+        return RowScores(loss_N, right_N, sum_N, accepted_N)
+
+    def _find_maxima(self, labels_N: Tensor) -> LocalLabels:
+        """Maxima over the whole vocabulary, and the labels' logits; returns where labels are."""
+        found = find_maxima(self._head, labels_N, self._tp_group, self._teacher.max())
+        self._max_N1, self._teacher_max_N1 = _column(found.max_N), _column(found.also_N)
+        self._add("right", found.right_N.to(found.max_N.dtype))
+        if self._divergence.with_labels:
+            self._add("label_logit", found.label_logit_N)
+        return found.label
+
+    def _drop(self) -> Optional[Tensor]:
+        """Which tokens the rollout drops, bool [n, v], from the teacher's logits; None for none."""
+        sampling, values_NV = self._divergence.sampling, self._teacher.values_NV
+        if not sampling.drops:
+            return None
+        if self._temperature != 1:
+            values_NV.div_(self._temperature)
+            self._teacher_max_N1 = self._teacher_max_N1 / self._temperature
+        return dropped_tokens(values_NV, sampling, self._tp_group)
+
+    def _exponentiate(self, dropped_NV: Optional[Tensor]) -> None:
+        """Put both exponentials in the place of the logits, and sum over them."""
+        for head_NC, teacher_NC, spare_NC, exact_NC, dropped_NC in self._blocks(dropped_NV):
+            teacher_NC.sub_(self._teacher_max_N1)
+            if self._temperature != 1 and dropped_NC is None:  # else `_drop` has divided
+                teacher_NC.div_(self._temperature)
+            head_NC.sub_(self._max_N1)
+            if exact_NC is not None:
+                self._add("exact", exponential(head_NC, out=exact_NC).sum(dim=-1))
+            if self._temperature != 1:
+                head_NC.div_(self._temperature)
+            if self._divergence.kind == "kl":
+                torch.sub(teacher_NC, head_NC, out=spare_NC)
+            exponential(teacher_NC, out=teacher_NC)
+            if dropped_NC is not None:
+                teacher_NC.masked_fill_(dropped_NC, 0)
+            if self._divergence.kind == "kl":
+                self._add("log_ratio", spare_NC.mul_(teacher_NC).sum(dim=-1))
+            self._add("teacher", teacher_NC.sum(dim=-1))
+            self._add("head", exponential(head_NC, out=head_NC).sum(dim=-1))
+
+    def _subtract(self) -> None:
+        """Put S (p - q) in the place of the teacher's, and sum over what is positive, S · tv.
+
+        For "tv", what stays there is S q where q < p, summed as well; else this is the last pass.
+        """
+        ratio_N1 = _column(self._sums["head"] / self._sums["teacher"])
+        for head_NC, teacher_NC, spare_NC, exact_NC, _ in self._blocks():
+            difference_NC = teacher_NC.mul_(ratio_N1).sub_(head_NC)
+            self._add("positive", _positive(difference_NC, spare_NC))
+            if self._divergence.kind == "tv":
+                self._add("below", difference_NC.gt_(0).mul_(head_NC).sum(dim=-1))
+            else:
+                self._finish(head_NC, difference_NC, exact_NC)
+
+    def _replace_by_tv(self) -> None:
+        """The last pass of "tv": -T S · dtv/dz from S q where q < p, and S q."""
+        share_N1 = _column(self._sums["below"] / self._sums["head"])
+        for head_NC, below_NC, _, exact_NC, _ in self._blocks():
+            below_NC.addcmul_(head_NC, share_N1, value=-1)
+            self._finish(head_NC, below_NC, exact_NC)
+
+    def _finish(self, head_NC: Tensor, negative_NC: Tensor, exact_NC: Optional[Tensor]) -> None:
+        """Put the gradient, but for the labels' column, in the place of the head's exponentials."""
+        divergence = self._divergence
+        if not divergence.with_labels:
+            torch.mul(negative_NC, -divergence.weight, out=head_NC)
+            return
+        if exact_NC is not None:
+            torch.mul(exact_NC, _column(self._sums["head"] / self._sums["exact"]), out=head_NC)
+        if divergence.kind is not None:
+            head_NC.sub_(negative_NC, alpha=divergence.weight / self._temperature)
+
+    def _divergence_of(self, tv_N: Tensor) -> Tensor:
+        """kl or tv of each row, [n]; 0 of neither."""
+        sums = self._sums
+        if self._divergence.kind == "kl":
+            log_sums_N = sums["head"].log() - sums["teacher"].log()
+            return sums["log_ratio"] / sums["teacher"] + log_sums_N
+        return tv_N if self._divergence.kind == "tv" else torch.zeros_like(tv_N)
+
+    def _blocks(self, dropped_NV: Optional[Tensor] = None) -> Iterator[tuple]:
+        """Blocks of the head's and the teacher's numbers, spare memory, exact ones, what is dropped."""
+        whole = self._head.values_NV, self._teacher.values_NV, self._exact_NV, dropped_NV
+        columns = block_columns(self._head.values_NV)
+        for start in range(0, self._head.values_NV.size(-1), columns):
+            head, teacher, exact, dropped = (
+                None if one is None else one[:, start : start + columns] for one in whole
+            )
+            spare = None if self._spare_NC is None else self._spare_NC[:, : head.size(-1)]
+            yield head, teacher, spare, exact, dropped
+
+    def _add(self, name: str, values_N: Tensor) -> None:
+        self._sums[name] = self._sums[name] + values_N if name in self._sums else values_N
+
+    def _sum_over_ranks(self, *names: str) -> None:
+        """Sum those of the numbers that there are over the ranks, in one message."""
+        if self._tp_group is None:
+            return
+        found = [name for name in names if name in self._sums]
+        total = torch.stack([self._sums[name] for name in found])
+        torch.distributed.all_reduce(total, group=self._tp_group)
+        self._sums |= dict(zip(found, total))
 
 
-def _subtract_maxima(
-    logits_NV: Tensor, teacher_NV: Tensor, labels_N: Tensor, tp_group: Optional[ProcessGroup]
-) -> tuple[LocalLabels, Tensor]:
-    """Subtract each row's maximum over the whole vocabulary from both, in place.
+def _positive(difference_NC: Tensor, spare_NC: Optional[Tensor]) -> Tensor:
+    """Σ max(p - q, 0), [n]; without spare memory Σ |p - q| / 2, which is the same over all columns.
 
-    Returns:
-        Where the labels are, and bool [n], whether this rank holds the head's most likely token
-        and that is the label.
+    With it, because a CPU takes several times as long for a norm.
     """
-    max_N, argmax_N = Logits(logits_NV).first_max()
-    teacher_max_N = teacher_NV.amax(dim=-1)
-    offset, is_owner_N = 0, True
-    if tp_group is not None:
-        local_2N = torch.stack([max_N, teacher_max_N])
-        all_P2N = local_2N.new_empty((tp_group.size(), *local_2N.shape))
-        torch.distributed.all_gather_into_tensor(
-            all_P2N.flatten(), local_2N.flatten(), group=tp_group
-        )
-        max_N, owner_N = all_P2N[:, 0].max(dim=0)
-        teacher_max_N = all_P2N[:, 1].amax(dim=0)
-        offset, is_owner_N = tp_group.rank() * logits_NV.size(-1), owner_N == tp_group.rank()
-    logits_NV.sub_(_column(max_N))
-    teacher_NV.sub_(_column(teacher_max_N))
-    label = LocalLabels.of(labels_N, offset, logits_NV.size(-1))
-    return label, (argmax_N + offset == labels_N) & is_owner_N
-
-
-def _half_distance(difference_NV: Tensor, tp_group: Optional[ProcessGroup]) -> Tensor:
-    """Σ |p - q| / 2 = 1 - Σ min(p, q), [n], in the unit of the difference."""
-    distance_N = torch.linalg.vector_norm(difference_NV, ord=1, dim=-1)
-    if tp_group is not None:
-        torch.distributed.all_reduce(distance_N, group=tp_group)
-    return distance_N / 2
-
-
-def _divergence_of(kind: Optional[str], sums: dict[str, Tensor], tv_N: Tensor) -> Tensor:
-    """kl or tv of each row, [n]; 0 of neither."""
-    if kind == "kl":
-        log_sums_N = sums["head"].log() - sums["teacher"].log()
-        return sums["log_ratio"] / sums["teacher"] + log_sums_N
-    return tv_N if kind == "tv" else torch.zeros_like(tv_N)
-
-
-def _negative_tv_gradient(
-    difference_NV: Tensor, head_NV: Tensor, sum_N: Tensor, tp_group: Optional[ProcessGroup]
-) -> None:
-    """Replace S (p - q) by -T S · dtv/dz, of S q in ``head_NV``."""
-    below_NV = difference_NV.gt_(0).mul_(head_NV)  # S q where q < p
-    below_N = below_NV.sum(dim=-1)
-    if tp_group is not None:
-        torch.distributed.all_reduce(below_N, group=tp_group)
-    below_NV.addcmul_(head_NV, _column(below_N / sum_N), value=-1)
-
-
-def _sum_over(sums: dict[str, Tensor], tp_group: Optional[ProcessGroup]) -> dict[str, Tensor]:
-    """Numbers of each row [n], summed over the ranks in one message."""
-    if tp_group is None:
-        return sums
-    total = torch.stack(list(sums.values()))
-    torch.distributed.all_reduce(total, group=tp_group)
-    return dict(zip(sums, total))
+    if spare_NC is None:
+        return torch.linalg.vector_norm(difference_NC, ord=1, dim=-1) / 2
+    return torch.clamp(difference_NC, min=0, out=spare_NC).sum(dim=-1)
 
 
 def _column(values_N: Tensor) -> Tensor:

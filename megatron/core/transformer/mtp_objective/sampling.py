@@ -37,6 +37,11 @@ class TeacherSampling:
     top_k: int = 0
     top_p: float = 1.0
 
+    @property
+    def drops(self) -> bool:
+        """Whether it leaves out any token."""
+        return self.top_k > 0 or self.top_p < 1
+
 
 def dropped_tokens(
     logits_NV: Tensor, sampling: TeacherSampling, tp_group: Optional[ProcessGroup] = None

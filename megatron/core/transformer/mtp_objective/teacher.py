@@ -56,7 +56,6 @@ class Teacher:
     """
 
     asked, instead = ASKED, WITHOUT_TEACHER
-    by_columns = False
 
     def __init__(
         self,
@@ -118,11 +117,7 @@ class Teacher:
             decoder_NH = decoder_NH.masked_fill(idle_N.unsqueeze(-1), 0)
         teacher = self._workspace.project(decoder_NH)
         scores = score_in_place(
-            logits.values_NV,
-            teacher.values_NV,
-            labels_N,
-            self._divergence,
-            self._workspace.head.tp_group,
+            logits, teacher, labels_N, self._divergence, self._workspace.head.tp_group
         )
         accepted_N = scores.accepted_N
         if idle_N is not None:

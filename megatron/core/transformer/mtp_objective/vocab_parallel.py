@@ -10,18 +10,15 @@ matrix product afterwards saves.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Optional
 
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.mtp_objective.chunk_logits import Logits, column_blocks
+from megatron.core.transformer.mtp_objective.chunk_logits import LOG2_E, Logits, column_blocks
 
 ProcessGroup = torch.distributed.ProcessGroup
-
-_LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True)
@@ -51,35 +48,69 @@ def cross_entropy_in_place(
         tp_group: ranks that share the vocabulary, in rank order; None or size 1 for none. Two
             collectives of 1 and 3 numbers per row.
     """
+    logits_NV = logits.values_NV
+    found = find_maxima(logits, labels_N, tp_group)
+    sum_N = _exponentiate(logits_NV, found.max_N)
+    label_logit_N, right_N = found.label_logit_N, found.right_N
     if tp_group is not None and tp_group.size() > 1:
-        return _shared_vocabulary(logits, labels_N, tp_group)
-    return _whole_vocabulary(logits, labels_N)
-
-
-def _whole_vocabulary(logits: Logits, labels_N: Tensor) -> RowLosses:
-    """`cross_entropy_in_place` on one rank."""
-    logits_NV, (max_N, argmax_N) = logits.values_NV, logits.first_max()
-    label = LocalLabels.of(labels_N, 0, logits_NV.size(-1))
-    sum_N, label_logit_N = _exponentiate(logits_NV, max_N, label)
-    subtract_at_labels(logits_NV, sum_N, label)
-    return RowLosses(sum_N.log() - label_logit_N, argmax_N == labels_N, sum_N)
-
-
-def _shared_vocabulary(logits: Logits, labels_N: Tensor, tp_group: ProcessGroup) -> RowLosses:
-    """`cross_entropy_in_place` on one of several ranks."""
-    logits_NV, (local_max_N, local_argmax_N) = logits.values_NV, logits.first_max()
-    max_PN = local_max_N.new_empty((tp_group.size(), *local_max_N.shape))
-    torch.distributed.all_gather_into_tensor(max_PN.flatten(), local_max_N, group=tp_group)
-    max_N, owner_N = max_PN.max(dim=0)
-    offset = tp_group.rank() * logits_NV.size(-1)
-    right_N = (owner_N == tp_group.rank()) & (local_argmax_N + offset == labels_N)
-    label = LocalLabels.of(labels_N, offset, logits_NV.size(-1))
-    sum_N, label_logit_N = _exponentiate(logits_NV, max_N, label)
-    sums = torch.stack([sum_N, label_logit_N, right_N.to(sum_N.dtype)])
-    torch.distributed.all_reduce(sums, group=tp_group)
-    sum_N, label_logit_N, right_N = sums[0], sums[1], sums[2] > 0
-    subtract_at_labels(logits_NV, sum_N, label)
+        sums = torch.stack([sum_N, label_logit_N, right_N.to(sum_N.dtype)])
+        torch.distributed.all_reduce(sums, group=tp_group)
+        sum_N, label_logit_N, right_N = sums[0], sums[1], sums[2] > 0
+    subtract_at_labels(logits_NV, sum_N, found.label)
     return RowLosses(sum_N.log() - label_logit_N, right_N, sum_N)
+
+
+@dataclass(frozen=True)
+class RowMaxima:
+    """What the largest logits of rows say.
+
+    Attributes:
+        max_N: the largest of each row over the whole vocabulary.
+        also_N: the same of other logits, where they were given.
+        right_N: bool, whether this rank holds the most likely token and that is the label.
+        label: where the labels are among this rank's columns.
+        label_logit_N: z_y - m, 0 where another rank has y.
+    """
+
+    max_N: Tensor
+    also_N: Optional[Tensor]
+    right_N: Tensor
+    label: LocalLabels
+    label_logit_N: Tensor
+
+
+def find_maxima(
+    logits: Logits,
+    labels_N: Tensor,
+    tp_group: Optional[ProcessGroup] = None,
+    also_N: Optional[Tensor] = None,
+) -> RowMaxima:
+    """The largest logits over the vocabulary, and those of the labels; one collective.
+
+    Args:
+        logits, labels_N, tp_group: see `cross_entropy_in_place`.
+        also_N: of other logits, the largest of this rank's.
+    """
+    max_N, argmax_N = logits.first_max()
+    offset, owner_N = 0, 0
+    ranks = 1 if tp_group is None else tp_group.size()
+    rank = 0 if ranks == 1 else tp_group.rank()
+    if ranks > 1:
+        local = max_N.unsqueeze(0) if also_N is None else torch.stack([max_N, also_N])
+        every = local.new_empty((ranks, *local.shape))
+        torch.distributed.all_gather_into_tensor(every.flatten(), local.flatten(), group=tp_group)
+        max_N, owner_N = every[:, 0].max(dim=0)
+        also_N = None if also_N is None else every[:, 1].amax(dim=0)
+        offset = rank * logits.values_NV.size(-1)
+    label = LocalLabels.of(labels_N, offset, logits.values_NV.size(-1))
+    label_logit_N = logits.values_NV.gather(-1, label.column_N1).squeeze(-1) - max_N
+    return RowMaxima(
+        max_N,
+        also_N,
+        (argmax_N + offset == labels_N) & (owner_N == rank),
+        label,
+        label_logit_N.masked_fill(label.outside_N, 0),
+    )
 
 
 @dataclass(frozen=True)
@@ -96,19 +127,16 @@ class LocalLabels:
         return cls(column_N.masked_fill(outside_N, 0).unsqueeze(-1), outside_N)
 
 
-def _exponentiate(logits_NV: Tensor, max_N: Tensor, label: LocalLabels) -> tuple[Tensor, Tensor]:
-    """exp(z - m) in place; returns its sum over the columns and z_y - m, 0 where y is outside."""
-    label_logit_N = logits_NV.gather(-1, label.column_N1).squeeze(-1) - max_N
-    # A power of two takes some CPUs half the time, and its factor none.
-    on_cpu, sum_N = logits_NV.device.type == "cpu", torch.zeros_like(max_N)
-    shift_N1 = -_LOG2_E * max_N.unsqueeze(-1)
+def _exponentiate(logits_NV: Tensor, max_N: Tensor) -> Tensor:
+    """exp(z - m) in place; returns its sum over the columns, [n]."""
+    max_N1, sum_N = max_N.unsqueeze(-1), torch.zeros_like(max_N)
     for block_NC in column_blocks(logits_NV):
-        if on_cpu:
-            torch.add(shift_N1, block_NC, alpha=_LOG2_E, out=block_NC).exp2_()
+        if block_NC.device.type == "cpu":  # `exponential`, with its factor in the subtraction's pass
+            torch.add(-LOG2_E * max_N1, block_NC, alpha=LOG2_E, out=block_NC).exp2_()
         else:
-            block_NC.sub_(max_N.unsqueeze(-1)).exp_()
+            block_NC.sub_(max_N1).exp_()
         sum_N += block_NC.sum(dim=-1)
-    return sum_N, label_logit_N.masked_fill(label.outside_N, 0)
+    return sum_N
 
 
 def subtract_at_labels(gradient_NV: Tensor, sum_N: Tensor, label: LocalLabels) -> None:
