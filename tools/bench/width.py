@@ -1,8 +1,9 @@
 """The width h of the hidden states: which one says something, and what others cost.
 
-Per logit, the matrix products do 6 h floating-point operations and everything else moves some bytes.
-Which of the two is the time depends on h and on the machine: on the operations that it does in the time
-of one byte of memory traffic, its balance. A width is alike on two machines where h over balance is.
+Per logit, the matrix products do 6 h floating-point operations, and everything else moves some
+bytes. Which of the two is the time depends on h and on the machine: on the operations that it does
+in the time of one byte of memory traffic, its balance. A width is alike on two machines where h over
+balance is.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def measure(pair: Pair, sizes: Sizes, tick: Callable[[str], None]) -> Iterator[R
         for what in (*map(str, inputs), PRODUCTS):
             text = what if what == PRODUCTS else f"{float(what):.0%} supervised"
             name = f"h={width} s={length} V={vocabulary} D=1, {text}"
-            yield Row(WIDTH, name, "ms", upstream, 1e3 * seconds[what], key=dict(h=width, what=what))
+            key = dict(h=width, what=what)
+            yield Row(WIDTH, name, "ms", upstream, 1e3 * seconds[what], key=key)
 
 
 class Products:

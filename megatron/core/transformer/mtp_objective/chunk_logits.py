@@ -1,6 +1,6 @@
 """Logits of a few rows, by blocks of columns that stay in a CPU core's cache from pass to pass.
 
-Shape suffixes: N rows of a chunk, V this rank's part of the vocabulary, K blocks, C columns of a block.
+Shape suffixes: N rows of a chunk, V this rank's part of the vocabulary, K blocks, C columns of one.
 
 Elsewhere all columns are one block.
 """
@@ -40,8 +40,8 @@ class Logits:
     def first_max(self) -> tuple[Tensor, Tensor]:
         """The largest logit of each row and the first column that holds it, as ``max(dim=-1)``.
 
-        A CPU finds maxima without their places several times as fast. With those of blocks known, the
-        place is looked for in the first block that has the largest.
+        A CPU finds maxima without their places several times as fast. With those of blocks known,
+        the place is looked for in the first block that has the largest.
         """
         values_NV = self.values_NV
         if self.maxima_KN is None:

@@ -161,7 +161,8 @@ class ChunkWorkspace:
         scale_N1 = scale_N.unsqueeze(-1)
         if self._half_NV is None:
             # Few numbers instead of many are scaled where that does not round them twice.
-            sum_NH = self._multiply(gradient_NV, hidden_NH * scale_N1, hidden_gradient_RH is not None)
+            wants_hidden = hidden_gradient_RH is not None
+            sum_NH = self._multiply(gradient_NV, hidden_NH * scale_N1, wants_hidden)
             if sum_NH is not None:
                 put_rows(hidden_gradient_RH, rows, sum_NH.mul_(scale_N1))
             return

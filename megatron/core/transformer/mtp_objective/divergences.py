@@ -221,7 +221,7 @@ class _Scoring:
         return tv_N if self._divergence.kind == "tv" else torch.zeros_like(tv_N)
 
     def _blocks(self, dropped_NV: Optional[Tensor] = None) -> Iterator[tuple]:
-        """Blocks of the head's and the teacher's numbers, spare memory, exact ones, what is dropped."""
+        """Blocks of the head, the teacher, spare memory, exact exponentials, what is dropped."""
         whole = self._head.values_NV, self._teacher.values_NV, self._exact_NV, dropped_NV
         columns = block_columns(self._head.values_NV)
         for start in range(0, self._head.values_NV.size(-1), columns):
@@ -245,9 +245,9 @@ class _Scoring:
 
 
 def _positive(difference_NC: Tensor, spare_NC: Optional[Tensor]) -> Tensor:
-    """Σ max(p - q, 0), [n]; without spare memory Σ |p - q| / 2, which is the same over all columns.
+    """Σ max(p - q, 0), [n]; without spare memory Σ |p - q| / 2, the same over all columns.
 
-    With it, because a CPU takes several times as long for a norm.
+    A CPU, which has it, takes several times as long for a norm.
     """
     if spare_NC is None:
         return torch.linalg.vector_norm(difference_NC, ord=1, dim=-1) / 2

@@ -131,7 +131,7 @@ def _exponentiate(logits_NV: Tensor, max_N: Tensor) -> Tensor:
     """exp(z - m) in place; returns its sum over the columns, [n]."""
     max_N1, sum_N = max_N.unsqueeze(-1), torch.zeros_like(max_N)
     for block_NC in column_blocks(logits_NV):
-        if block_NC.device.type == "cpu":  # `exponential`, with its factor in the subtraction's pass
+        if block_NC.device.type == "cpu":  # `exponential`, its factor in the subtraction's pass
             torch.add(-LOG2_E * max_N1, block_NC, alpha=LOG2_E, out=block_NC).exp2_()
         else:
             block_NC.sub_(max_N1).exp_()
