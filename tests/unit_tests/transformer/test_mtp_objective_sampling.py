@@ -77,7 +77,9 @@ def test_rows_are_sorted_a_few_at_a_time():
 def on_ranks(tp):
     """(case, what differs) of a shared vocabulary from the whole one."""
     differing = []
-    with parallel_world(tp=tp) as groups:
+    # Several blocks of columns on each rank.
+    blocks = mock.patch.multiple(chunk_logits, _CACHED_LOGITS=0, _FEWEST_COLUMNS=5)
+    with parallel_world(tp=tp) as groups, blocks:
         rank, width = groups.tp.rank(), V // tp
         mine = slice(rank * width, (rank + 1) * width)
         for one, ties in itertools.product(SAMPLINGS, (False, True)):
@@ -140,3 +142,16 @@ def test_blocks_of_columns_score_as_all_columns_do(monkeypatch, kind, with_label
     assert len(maxima[0]) == (4 if device().type == "cpu" else 1)
     for one, other in zip(*found):
         assert torch.allclose(one, other, rtol=1e-12, atol=1e-14) and one.isfinite().all()
+
+
+@pytest.mark.parametrize("kept", [(0, 1.0), (5, 1.0), (0, 0.9)], ids=str)
+def test_a_low_temperature_does_not_magnify_the_rounding_of_large_logits(kept):
+    divergence, found = Divergence(False, "kl", 1.0, TeacherSampling(0.01, *kept)), []
+    for dtype in (torch.float32, torch.float64):
+        # Rounded to single precision first: the question is what scoring adds to that.
+        head, teacher = ((300 + 0.02 * logits(False, i)).float().to(dtype) for i in (1, 2))
+        labels = torch.zeros(N, dtype=torch.int64, device=device())
+        scores = score_in_place(Logits(head), Logits(teacher), labels, divergence)
+        found.append((head / scores.sum_N.unsqueeze(-1) / 100, scores.loss_N, scores.accepted_N))
+    for single, double in zip(*found):
+        assert torch.allclose(single.double(), double, rtol=0, atol=1e-5)

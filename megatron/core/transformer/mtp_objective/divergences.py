@@ -10,8 +10,7 @@ rollout's temperature T and what it drops (top-k, top-p),
     tv = 1 - a,  a = Σ_v min(p_v, q_v)       dtv/dz_v = -q_v ([q_v < p_v] - Σ_u [q_u < p_u] q_u) / T
 
 a is the probability that rejection sampling (Leviathan et al., 2023, arXiv 2211.17192) accepts a
-draft drawn from q where p is to be sampled. The cross-entropy of a label beside it is taken at T =
-1.
+draft drawn from q where p is to be sampled. A label's cross-entropy beside it is taken at T = 1.
 
 Like `vocab_parallel.cross_entropy_in_place`, this leaves gradients multiplied by a number per row,
 by which a few rows of a matrix product are divided more cheaply. Both exponentials are kept in
@@ -35,6 +34,7 @@ from megatron.core.transformer.mtp_objective.chunk_logits import (
 from megatron.core.transformer.mtp_objective.sampling import TeacherSampling, dropped_tokens
 from megatron.core.transformer.mtp_objective.vocab_parallel import (
     LocalLabels,
+    RowLosses,
     find_maxima,
     subtract_at_labels,
 )
@@ -60,19 +60,9 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class RowScores:
-    """What became of the rows of a chunk, each [n].
+class RowScores(RowLosses):
+    """`RowLosses` of what is trained, and a = Σ_v min(p_v, q_v), [n]."""
 
-    Attributes:
-        loss_N: what is trained.
-        right_N: bool, whether the head's most likely token (the first of several) is the label.
-        sum_N: by what the gradient must be divided.
-        accepted_N: a = Σ_v min(p_v, q_v).
-    """
-
-    loss_N: Tensor
-    right_N: Tensor
-    sum_N: Tensor
     accepted_N: Tensor
 
 
@@ -115,9 +105,7 @@ class _Scoring:
         self._exact_NV = None
         if divergence.with_labels and self._temperature != 1:
             self._exact_NV = torch.empty_like(head.values_NV)
-        self._spare_NC = None
-        if divergence.kind == "kl" or head.values_NV.device.type == "cpu":
-            self._spare_NC = torch.empty_like(column_blocks(head.values_NV)[0])
+        self._spare_NC: Optional[Tensor] = None
         self._sums: dict[str, Tensor] = {}
 
     def run(self, labels_N: Tensor) -> RowScores:
@@ -154,17 +142,21 @@ class _Scoring:
         sampling, values_NV = self._divergence.sampling, self._teacher.values_NV
         if not sampling.drops:
             return None
+        values_NV.sub_(self._teacher_max_N1)  # Before the division, which would round both.
         if self._temperature != 1:
             values_NV.div_(self._temperature)
-            self._teacher_max_N1 = self._teacher_max_N1 / self._temperature
         return dropped_tokens(values_NV, sampling, self._tp_group)
 
     def _exponentiate(self, dropped_NV: Optional[Tensor]) -> None:
         """Put both exponentials in the place of the logits, and sum over them."""
+        if self._divergence.kind == "kl" or self._head.values_NV.device.type == "cpu":
+            # After `_drop`, whose sort takes memory of its own.
+            self._spare_NC = torch.empty_like(column_blocks(self._head.values_NV)[0])
         for head_NC, teacher_NC, spare_NC, exact_NC, dropped_NC in self._blocks(dropped_NV):
-            teacher_NC.sub_(self._teacher_max_N1)
-            if self._temperature != 1 and dropped_NC is None:  # else `_drop` has divided
-                teacher_NC.div_(self._temperature)
+            if dropped_NC is None:  # else `_drop` has done this
+                teacher_NC.sub_(self._teacher_max_N1)
+                if self._temperature != 1:
+                    teacher_NC.div_(self._temperature)
             head_NC.sub_(self._max_N1)
             if exact_NC is not None:
                 self._add("exact", exponential(head_NC, out=exact_NC).sum(dim=-1))
@@ -245,11 +237,11 @@ class _Scoring:
 
 
 def _positive(difference_NC: Tensor, spare_NC: Optional[Tensor]) -> Tensor:
-    """Σ max(p - q, 0), [n]; without spare memory Σ |p - q| / 2, the same over all columns.
+    """Σ max(p - q, 0), [n]; elsewhere than on a CPU Σ |p - q| / 2, the same over all columns.
 
-    A CPU, which has it, takes several times as long for a norm.
+    That is one pass, but a CPU takes several times as long for a norm.
     """
-    if spare_NC is None:
+    if difference_NC.device.type != "cpu":
         return torch.linalg.vector_norm(difference_NC, ord=1, dim=-1) / 2
     return torch.clamp(difference_NC, min=0, out=spare_NC).sum(dim=-1)
 

@@ -16,7 +16,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.mtp_objective.chunk_logits import LOG2_E, Logits, column_blocks
+from megatron.core.transformer.mtp_objective.chunk_logits import Logits, column_blocks, exponential
 
 ProcessGroup = torch.distributed.ProcessGroup
 
@@ -131,11 +131,8 @@ def _exponentiate(logits_NV: Tensor, max_N: Tensor) -> Tensor:
     """exp(z - m) in place; returns its sum over the columns, [n]."""
     max_N1, sum_N = max_N.unsqueeze(-1), torch.zeros_like(max_N)
     for block_NC in column_blocks(logits_NV):
-        if block_NC.device.type == "cpu":  # `exponential`, its factor in the subtraction's pass
-            torch.add(-LOG2_E * max_N1, block_NC, alpha=LOG2_E, out=block_NC).exp2_()
-        else:
-            block_NC.sub_(max_N1).exp_()
-        sum_N += block_NC.sum(dim=-1)
+        # Not with the factor of `exponential` in one pass: that rounds z and m before they cancel.
+        sum_N += exponential(block_NC.sub_(max_N1), out=block_NC).sum(dim=-1)
     return sum_N
 
 
