@@ -14,7 +14,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-LOG2_E = math.log2(math.e)
+_LOG2_E = math.log2(math.e)
 _CACHED_LOGITS = 1 << 17  # The fastest of 2^16 to 2^19, of 48 to 384 rows.
 _FEWEST_COLUMNS = 256  # Matrix products with fewer are slow.
 
@@ -75,4 +75,4 @@ def exponential(values: Tensor, out: Optional[Tensor] = None) -> Tensor:
     """
     if values.device.type != "cpu":
         return torch.exp(values, out=out)
-    return torch.mul(values, LOG2_E, out=out).exp2_()
+    return torch.mul(values, _LOG2_E, out=out).exp2_()
