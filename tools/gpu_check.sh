@@ -11,10 +11,13 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 dry_run=
-if [ "${1:-}" = --dry-run ]; then
-    dry_run=1
-    shift
-fi
+case "${1:-}" in
+    -h | --help) sed -n '/^#!/d; /^#/!q; s/^# \{0,1\}//p' "tools/${0##*/}"; exit 0 ;;
+    --dry-run) dry_run=1; shift ;;
+esac
+case "${1:-}" in
+    -*) echo "error: no option ${1}; see --help" >&2; exit 2 ;;
+esac
 logs=${1:-build/gpu_check}
 
 status=0
@@ -45,7 +48,8 @@ run harness 80 make test TESTS="tests/support $unit/test_mtp_support.py"
 run models 170 make test TESTS="$unit/test_mtp_return_logits.py $unit/test_mtp_hybrid.py \
 $unit/test_mtp_isolation.py"
 run objective 90 make test TESTS="$unit/test_mtp_shift.py $unit/test_mtp_targets.py \
-$unit/test_mtp_normalization.py $unit/test_mtp_reference.py $unit/test_mtp_metrics.py"
+$unit/test_mtp_normalization.py $unit/test_mtp_reference.py $unit/test_mtp_metrics.py \
+$unit/test_mtp_chunk_logits.py $unit/test_mtp_chunked.py $unit/test_mtp_teacher_reference.py"
 run heads 60 make test TESTS=tests/tools/mtp_checkpoint/test_native_transformer_engine.py
 run two-ranks-one-gpu 100 make test-dist ARGS="-k one_gpu"
 run demo 100 make demo ARGS="--size tiny"

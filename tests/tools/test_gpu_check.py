@@ -45,3 +45,27 @@ def test_imported_heads_of_transformer_engines_modules_are_verified(steps):
     _, command = steps["heads"]
     tests = (ROOT / re.search(r"tests/\S+", command)[0]).read_text()
     assert "has_transformer_engine()" in tests
+
+
+@pytest.mark.parametrize("option", ["--help", "-h"])
+def test_help_says_what_the_check_does_and_runs_nothing(option):
+    done = subprocess.run(
+        ["bash", str(ROOT / "tools" / "gpu_check.sh"), option],
+        check=True, capture_output=True, text=True, timeout=30,
+    )
+    assert done.stdout.startswith("What to run on a machine with one GPU")
+    assert "set -euo" not in done.stdout and "==" not in done.stdout
+
+
+def test_an_unknown_option_is_no_folder_for_logs():
+    done = subprocess.run(
+        ["bash", str(ROOT / "tools" / "gpu_check.sh"), "--dryrun"],
+        capture_output=True, text=True, timeout=30,
+    )
+    assert done.returncode == 2 and "no option --dryrun" in done.stderr
+
+
+def test_the_chunked_objective_is_among_the_steps(steps):
+    _, command = steps["objective"]
+    for name in ("chunk_logits", "chunked", "teacher_reference"):
+        assert f"test_mtp_{name}.py" in command
