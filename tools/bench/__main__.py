@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -20,10 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     folder = options.output or Path("build/bench" if options.device == "cpu" else "build/bench-gpu")
     if options.docs:
-        from tools.bench import docs, results
-
-        docs.update(folder / results.SUMMARY, options.device)
-        return EXIT_OK
+        return _write_docs(folder, options.device)
     _quieten()
     if options.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -31,6 +29,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     if options.device == "cuda" and not torch.cuda.is_available():
         print("error: --device cuda needs a GPU that torch can use", file=sys.stderr)
+        return EXIT_NOT_READY
+    try:
+        _check_writable(folder)
+    except OSError as error:
+        print(f"error: --output: nothing can be written there: {error}", file=sys.stderr)
         return EXIT_NOT_READY
     try:
         from tests.support.unpatched import NoUnpatchedTree
@@ -45,6 +48,27 @@ def main(arguments: list[str] | None = None) -> int:
     return EXIT_MISSED if options.strict and any(row.met is False for row in rows) else EXIT_OK
 
 
+def _write_docs(folder: Path, device: str) -> int:
+    from tools.bench import docs, results
+
+    try:
+        docs.update(folder / results.SUMMARY, device, sections=SECTIONS)
+    except (FileNotFoundError, NotADirectoryError):
+        print(f"error: no figures in {folder}: measure first, without --docs", file=sys.stderr)
+        return EXIT_NOT_READY
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_NOT_READY
+    return EXIT_OK
+
+
+def _check_writable(folder: Path) -> None:
+    """Make the folder and a file in it, so that minutes of measuring are not lost at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder):
+        pass
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench",
@@ -53,7 +77,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit status: 0 measured, 1 a goal was missed (--strict), 2 it cannot run here.",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where (cpu)")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: does everything run?")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="tiny sizes: does everything run? Their figures say nothing",
+    )
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="sections")
     parser.add_argument(
         "--dtype",
@@ -63,10 +91,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--hidden",
         type=_width,
-        help="width h, a multiple of 16 (what is on this CPU as 2,048 is on a GPU; on a GPU 4096)",
+        help="width h, a multiple of 16 (what 2,048 on a GPU is worth on this CPU; on a GPU 4096)",
     )
-    parser.add_argument("--repeats", type=int, help="runs of which medians are taken (5)")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (1)")
+    parser.add_argument("--repeats", type=_count, help="runs of which medians are taken (5)")
+    parser.add_argument("--threads", type=_count, default=1, help="CPU threads (1)")
     parser.add_argument(
         "--clock",
         choices=("wall", "cpu"),
@@ -74,7 +102,11 @@ def _parser() -> argparse.ArgumentParser:
         help="cpu: count this process's CPU seconds, on a machine that is busy otherwise (wall)",
     )
     parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
-    parser.add_argument("--output", type=Path, help="folder (build/bench or build/bench-gpu)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        help="folder (build/bench or build/bench-gpu); the figures there are replaced",
+    )
     parser.add_argument(
         "--docs",
         action="store_true",
@@ -86,6 +118,12 @@ def _parser() -> argparse.ArgumentParser:
 def _width(text: str) -> int:
     if not text.isdecimal() or int(text) == 0 or int(text) % 16:
         raise argparse.ArgumentTypeError(f"expected a multiple of 16 like 128, got {text!r}")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a number from 1, got {text!r}")
     return int(text)
 
 
@@ -166,6 +204,7 @@ def _machine(options: argparse.Namespace, chosen) -> dict[str, Any]:
         chunk=chosen.chunk,
         threads=options.threads,
         repeats=chosen.repeats,
+        sections=[name for name in SECTIONS if name in options.only],
         clock=options.clock,
         quick=options.quick,
     )

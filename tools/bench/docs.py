@@ -4,27 +4,35 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Collection
 
 from tools.bench.results import cells
 
 TARGET = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
 
 
-def update(summary: Path, device: str, target: Path = TARGET) -> None:
+def update(
+    summary: Path, device: str, target: Path = TARGET, sections: Collection[str] = ()
+) -> None:
     """Replace the figures of one device in ``target`` by those of a summary.
 
     Args:
         summary: a summary.json.
         device: "cpu" or "cuda"; names the markers between which the figures stand.
         target: a Markdown file with both markers, each on a line of its own.
+        sections: what the command must have measured; figures of fewer would replace all.
 
     Raises:
-        ValueError: the markers are not there, or the summary is one of --quick sizes.
+        ValueError: the markers are not there, or the summary is one of --quick sizes or lacks
+            sections.
     """
     found = json.loads(summary.read_text())
     if found["machine"]["quick"]:
         raise ValueError(f"{summary} holds figures of --quick sizes; measure in full first")
+    missing = set(sections) - set(found["machine"].get("sections", sections))
+    if missing:
+        names = ", ".join(sorted(missing))
+        raise ValueError(f"{summary} lacks figures ({names}); measure without --only first")
     text = target.read_text()
     begin, end = (f"<!-- figures {device}: {word} -->\n" for word in ("begin", "end"))
     if text.count(begin) != 1 or text.count(end) != 1:

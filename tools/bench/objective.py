@@ -40,7 +40,8 @@ def measure(pair: Pair, sizes: Sizes, tick: Callable[[str], None]) -> Iterator[R
         models = {tree.name: build_head(tree, pair, *shape) for tree in pair}
         for length, depths in itertools.product(sizes.lengths, sizes.depths):
             for isolated in (False, True) if (length, vocabulary) == sizes.at else (False,):
-                tick(f"objective s={length} V={vocabulary} D={depths}")
+                kind = ", isolated" if isolated else ""
+                tick(f"objective s={length} V={vocabulary} D={depths}{kind}")
                 yield from _case(pair, sizes, models, length, vocabulary, depths, isolated)
 
 

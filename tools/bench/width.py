@@ -23,7 +23,8 @@ from tools.bench.trees import Pair
 
 WIDTH = "objective time over the width h"
 PRODUCTS = "the three matrix products alone"
-_GPU_WIDTH, _GPU_BALANCE = 2048, 200  # Qwen3.5-35B-A3B; an H200 in bf16: 990 TFLOP/s, 4.8 TB/s
+# Qwen3.5-35B-A3B; an H200 in bf16 by its data sheet: 990 TFLOP/s, 4.8 TB/s
+_GPU_WIDTH, _GPU_BALANCE = 2048, 200
 _STEP = 16
 
 

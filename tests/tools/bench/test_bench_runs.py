@@ -102,6 +102,8 @@ def test_half_precision_runs_too(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert {row["section"].split()[0] for row in _rows(tmp_path)} >= {"objective", "training"}
+    machine = json.loads((tmp_path / "summary.json").read_text())["machine"]
+    assert machine["sections"] == list(sections)
 
 
 def test_without_a_gpu_cuda_is_refused_before_anything_is_measured(tmp_path):
@@ -116,6 +118,35 @@ def test_a_width_that_no_head_has_is_refused_with_what_to_give(width):
     done = bench("--quick", f"--hidden={width}")
     assert done.returncode == 2
     assert f"expected a multiple of 16 like 128, got '{width}'" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--repeats", "--threads"])
+@pytest.mark.parametrize("number", ["0", "-1", "few"])
+def test_fewer_than_one_repeat_or_thread_is_refused(option, number):
+    done = bench("--quick", f"{option}={number}")
+    assert done.returncode == 2
+    assert f"expected a number from 1, got '{number}'" in done.stderr
+
+
+def test_a_folder_that_cannot_be_is_refused_before_anything_is_measured(tmp_path):
+    (tmp_path / "file").write_text("kept")
+    done = bench("--quick", "--output", tmp_path / "file" / "bench")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: --output: ") and len(done.stderr.splitlines()) == 1
+
+
+def test_docs_without_figures_are_refused_in_one_line(tmp_path):
+    done = bench("--docs", "--output", tmp_path / "none")
+    assert done.returncode == 2
+    assert done.stderr == f"error: no figures in {tmp_path}/none: measure first, without --docs\n"
+
+
+def test_docs_from_some_sections_would_lose_the_others(tmp_path):
+    machine = dict(quick=False, sections=["width"])
+    (tmp_path / "summary.json").write_text(json.dumps(dict(machine=machine, rows=[])))
+    done = bench("--docs", "--output", tmp_path)
+    assert done.returncode == 2
+    assert "lacks figures (accuracy, objective, roofline, step, teacher, traffic)" in done.stderr
 
 
 def _modules_of_both_trees(upstream):

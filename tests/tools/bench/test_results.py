@@ -98,6 +98,14 @@ class TestDocs:
             docs.update(summary, "cpu", page)
         assert page.read_text() == self.PAGE
 
+    def test_figures_of_some_sections_stay_out(self, tmp_path):
+        page, _ = self.write(tmp_path)
+        machine = MACHINE | dict(quick=False, sections=["width"])
+        summary = results.save(tmp_path, [row(4.0, 1.0)], machine)
+        with pytest.raises(ValueError, match=r"lacks figures \(step\); measure without --only"):
+            docs.update(summary, "cpu", page, sections=("width", "step"))
+        assert page.read_text() == self.PAGE
+
     def test_a_page_without_the_markers_is_refused(self, tmp_path):
         page, summary = self.write(tmp_path)
         with pytest.raises(ValueError, match="figures cuda: begin"):
