@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tools.bench import objective, step, traffic
+from tools.bench import objective, step, traffic, width
 from tools.bench.results import Row
 from tools.bench.sizes import Sizes
 
@@ -20,7 +20,12 @@ def draw(folder: Path, rows: list[Row], sizes: Sizes) -> list[Path]:
     from matplotlib import pyplot
 
     paths = []
-    drawings = {"objective": _objective, "messages": _messages, "step": _steps}
+    drawings = {
+        "objective": _objective,
+        "width": _width,
+        "messages": _messages,
+        "step": _steps,
+    }
     for name, drawing in drawings.items():
         figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
         if drawing(axes, rows, sizes):
@@ -41,9 +46,34 @@ def _objective(axes: Any, rows: list[Row], sizes: Sizes) -> bool:
             if share == sizes.fractions[0]:
                 _curve(axis, line, "s", "upstream", "upstream", "black", "--")
         axis.set(xscale="log", yscale="log", xlabel="sequence length", ylabel=unit)
-        axis.set_title(f"{section}\nV={vocabulary}, one depth, forward + backward", fontsize=9)
+        title = f"{section}\nh={sizes.hidden} V={vocabulary}, one depth, forward + backward"
+        axis.set_title(title, fontsize=9)
         axis.grid(alpha=0.3, which="both")
         axis.legend()
+    return found
+
+
+def _width(axes: Any, rows: list[Row], sizes: Sizes) -> bool:
+    lines = {f"ours, {share:.0%} supervised": str(share) for share in sizes.fractions}
+    lines[width.PRODUCTS] = width.PRODUCTS
+    found = False
+    for axis, side, title in zip(axes, ("ours", "ratio"), ("ms", "share of upstream's time")):
+        for number, (name, what) in enumerate(lines.items()):
+            line = _line(rows, width.WIDTH, "h", what=what)
+            found = found or bool(line)
+            dashes = ":" if what == width.PRODUCTS else "-"
+            _curve(axis, line, "h", side, name, f"C{number}", dashes)
+        if side == "ours":
+            _curve(axis, line, "h", "upstream", "upstream", "black", "--")
+            axis.legend(fontsize=8, loc="upper left")
+        length, vocabulary = sizes.at
+        axis.set(xscale="log", yscale="log" if side == "ours" else "linear", ylabel=title)
+        axis.set_xticks(sizes.widths, [str(h) for h in sizes.widths])
+        axis.set_xticks([], minor=True)
+        axis.set_xlabel("width h")
+        axis.set_ylim(top=axis.get_ylim()[1] * (20 if side == "ours" else 1))  # the legend's place
+        axis.set_title(f"objective time, s={length} V={vocabulary}, one depth", fontsize=9)
+        axis.grid(alpha=0.3, which="both")
     return found
 
 

@@ -83,7 +83,7 @@ class TestQuickRun:
         assert 1 < flops["isolated"]["ours"] < flops["isolated"]["upstream"]
 
     def test_plots_are_drawn(self, measured):
-        for name in ("objective", "messages", "step"):
+        for name in ("objective", "width", "messages", "step"):
             assert (measured[0] / f"{name}.png").stat().st_size > 10_000
 
     def test_strict_ends_with_1_exactly_when_a_goal_is_missed(self, measured):
